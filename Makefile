@@ -1,0 +1,57 @@
+# make demo | test | test-gpu | lint | bench    (README.md says what each shows)
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The GPU tests run where nothing can be installed: with the PYTHON that was named, else the venv, else python3.
+GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo test test-fast test-oldest test-gpu lint format bench venv clean
+.DEFAULT_GOAL := demo
+
+demo: $(STAMP)
+	$(BIN)/replayssm demo
+
+test: lint $(STAMP)
+	$(PYTEST) -n 2
+	$(MAKE) test-oldest
+
+test-fast: $(STAMP)
+	$(PYTEST) -n 2 -m "not slow"
+
+# The same tests of the transformers integration on the oldest supported release, kept beside the pinned one.
+OLDEST := 5.17.0
+test-oldest: $(VENV)/transformers-$(OLDEST)/.installed
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py
+
+test-gpu:
+	$(GPU_PYTHON) -m pytest -m gpu tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.generate
+
+venv: $(STAMP)
+
+$(STAMP): requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.exit(0 if v in ("3.11", "3.12") else "replayssm needs Python 3.11 or 3.12, $(PYTHON) is " + v + ": try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/transformers-$(OLDEST)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) transformers==$(OLDEST)
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
