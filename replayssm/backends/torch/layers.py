@@ -1,0 +1,97 @@
+"""From a layer's projections to the recurrence's inputs. Arguments: the public operators in :mod:`replayssm.ops`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replayssm.backends.step import Step
+from replayssm.backends.torch.decode import decode
+from replayssm.recurrence import gdn_log_decay, inverse_norm, kda_log_decay, mamba2_time_step
+
+
+def gdn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    beta_scale: float,
+    scale: float,
+    qk_l2norm: bool,
+    step: Step,
+) -> Tensor:
+    """Gated DeltaNet."""
+    g = gdn_log_decay(a.float(), A_log.float(), dt_bias.float())
+    return _delta_rule(q, k, v, g, b, beta_scale, scale, qk_l2norm, step)
+
+
+def kda_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    beta_scale: float,
+    scale: float,
+    qk_l2norm: bool,
+    step: Step,
+) -> Tensor:
+    """Kimi Delta Attention."""
+    g = kda_log_decay(a.float(), A_log.float(), dt_bias.float(), lower_bound)
+    return _delta_rule(q, k, v, g, b, beta_scale, scale, qk_l2norm, step)
+
+
+def _delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    beta_scale: float,
+    scale: float,
+    qk_l2norm: bool,
+    step: Step,
+) -> Tensor:
+    beta = torch.sigmoid(b.float())
+    if beta_scale != 1.0:
+        beta = beta * beta_scale
+    if qk_l2norm:
+        q_factor, k_factor = inverse_norm(q.float()) * scale, inverse_norm(k.float())
+    else:
+        q_factor, k_factor = torch.full(q.shape[:2], scale, device=q.device), None
+    return decode("delta", q, k, v.float(), g, beta, q_factor, k_factor, step).to(v.dtype)
+
+
+def mamba2_decode(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    step: Step,
+) -> Tensor:
+    """Mamba-2."""
+    bias = None if dt_bias is None else dt_bias.float()
+    delta = mamba2_time_step(dt.float(), bias, softplus=dt_softplus, limit=(dt_min, dt_max))
+    x32 = x.float()
+    y = decode("additive", C, B, delta.unsqueeze(-1) * x32, delta * A.float(), None, None, None, step)
+    if D is not None:
+        y = y + D.float().unsqueeze(-1) * x32
+    if z is not None:
+        y = y * F.silu(z.float())
+    if step.slots.numel() and int(step.slots.min()) < 0:
+        y = torch.where((step.slots < 0)[:, None, None], 0, y)
+    return y.to(x.dtype)

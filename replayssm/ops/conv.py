@@ -1,0 +1,83 @@
+"""Causal convolution operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from replayssm.ops.checks import check_rank, check_slots_on_host, check_tensor
+from replayssm.ops.dispatch import LIBRARY, backend_module, resolve_backend
+
+LIBRARY.define(
+    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor slots, "
+    "str? activation, str backend) -> Tensor"
+)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    slots: Tensor,
+    activation: str | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Depthwise causal convolution, one token; the state then holds the last W − 1 inputs, oldest first.
+
+    ``y = act(bias + Σ_w weight[:, w] · input_{t−W+1+w})``, summed in float32.
+
+    Args:
+        x: ``[B, C]``, the new inputs.
+        conv_state: ``[N, C, W − 1]``, dtype of x; updated in place. Strides are free.
+        weight: ``[C, W]``.
+        bias: ``[C]`` or None.
+        slots: ``[B]`` int32, negative for a padding row.
+        activation: ``"silu"``, its synonym ``"swish"``, or None.
+        backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
+
+    Returns:
+        ``[B, C]`` in the dtype of x; zero in padding rows.
+
+    Raises:
+        ValueError: a tensor has a wrong shape, dtype or device, or the activation is unknown.
+    """
+    check_rank("x", x, "[B, C]")
+    check_rank("weight", weight, "[C, W]")
+    check_rank("conv_state", conv_state, "[N, C, W-1]")
+    channels, width = weight.shape
+    check_tensor("x", x, (x.shape[0], channels), "[B, C]")
+    state_shape = (conv_state.shape[0], channels, width - 1)
+    check_tensor("conv_state", conv_state, state_shape, "[N, C, W-1]", (x.dtype,), x.device)
+    check_tensor("weight", weight, (channels, width), "[C, W]", device=x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (channels,), "[C]", device=x.device)
+    check_tensor("slots", slots, (x.shape[0],), "[B]", (torch.int32,), x.device)
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
+    activation = "silu" if activation == "swish" else activation
+    return torch.ops.replayssm.causal_conv1d_update(
+        x, conv_state, weight, bias, slots, activation, resolve_backend(backend)
+    )
+
+
+def _implementation(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: Tensor,
+    activation: str | None,
+    backend: str,
+) -> Tensor:
+    check_slots_on_host(slots, conv_state.shape[0])
+    return backend_module(backend).causal_conv1d_update(x, conv_state, weight, bias, slots, activation)
+
+
+LIBRARY.impl("causal_conv1d_update", _implementation, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("replayssm::causal_conv1d_update", lib=LIBRARY)
+def _fake(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)

@@ -1,0 +1,274 @@
+"""Decode operators: one token for each row of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm.backends.step import Step
+from replayssm.ops.checks import (
+    ACTIVATION_DTYPES,
+    check_rank,
+    check_slots_on_host,
+    check_state,
+    check_step,
+    check_tensor,
+)
+from replayssm.ops.dispatch import LIBRARY, backend_module, resolve_backend
+
+_STATE_SCHEMA = (
+    "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, "
+    "Tensor write_pos, Tensor checkpoint_slot, Tensor slots, int flush_period, Tensor? force_flush, str backend"
+)
+LIBRARY.define(
+    "gdn_decode(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, float beta_scale, "
+    f"float scale, bool qk_l2norm, {_STATE_SCHEMA}) -> Tensor"
+)
+LIBRARY.define(
+    "kda_decode(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, float? lower_bound, "
+    f"float beta_scale, float scale, bool qk_l2norm, {_STATE_SCHEMA}) -> Tensor"
+)
+LIBRARY.define(
+    "mamba2_decode(Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    f"bool dt_softplus, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor"
+)
+
+
+def gdn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    checkpoint: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_g: Tensor,
+    write_pos: Tensor,
+    checkpoint_slot: Tensor,
+    slots: Tensor,
+    flush_period: int,
+    force_flush: Tensor | None = None,
+    beta_scale: float = 1.0,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """Gated DeltaNet, one token (Yang et al., 2024).
+
+    ``g = −exp(A_log)·softplus(a + dt_bias)``, ``β = beta_scale·sigmoid(b)``, both in float32;
+    ``u = β (v − S_{t-1} e^g k)``; ``y = scale·S_t q``, with q and k divided by their L2 norms.
+
+    Args:
+        q, k: ``[B, H_k, d_k]``, raw, in the activation dtype (float32, bfloat16 or float16).
+        v: ``[B, H_v, d_v]``, same dtype.
+        a, b: ``[B, H_v]``, projections before any activation.
+        A_log, dt_bias: ``[H_v]``.
+        checkpoint ... slots: see :mod:`replayssm.ops`.
+        flush_period: L; a row whose cursor is at L − 1 or past it folds its records and this token into the
+            checkpoint. From 1 to R.
+        force_flush: ``[B]`` bool or int32; True flushes a row now. None: none.
+        beta_scale: 2.0 for models that allow negative eigenvalues (OLMo-hybrid).
+        scale: factor of q, default ``d_k ** -0.5``.
+        qk_l2norm: False if q and k come normalised.
+        backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
+
+    Returns:
+        ``[B, H_v, d_v]`` in the dtype of v; zero in padding rows.
+
+    Raises:
+        ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
+    """
+    _check_qkv(q, k, v, checkpoint, ring_k)
+    rows = (q.shape[0], v.shape[1])
+    device = checkpoint.device
+    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=False, activation_dtype=k.dtype)
+    check_tensor("a", a, rows, "[B, H_v]", device=device)
+    check_tensor("b", b, rows, "[B, H_v]", device=device)
+    check_tensor("A_log", A_log, rows[1:], "[H_v]", device=device)
+    check_tensor("dt_bias", dt_bias, rows[1:], "[H_v]", device=device)
+    check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
+    return torch.ops.replayssm.gdn_decode(
+        q, k, v, a, b, A_log, dt_bias, beta_scale, scale, qk_l2norm, *state, resolve_backend(backend)
+    )
+
+
+def kda_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    checkpoint: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_g: Tensor,
+    write_pos: Tensor,
+    checkpoint_slot: Tensor,
+    slots: Tensor,
+    flush_period: int,
+    force_flush: Tensor | None = None,
+    lower_bound: float | None = None,
+    beta_scale: float = 1.0,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """Kimi Delta Attention, one token (Kimi Team, 2025): the delta rule with one decay per key channel.
+
+    ``g = −exp(A_log)·softplus(a + dt_bias)``, or ``g = lower_bound·sigmoid(exp(A_log)·(a + dt_bias))`` if a lower
+    bound is given.
+
+    Args:
+        q, k: ``[B, H, d_k]``, raw, in the activation dtype.
+        v: ``[B, H, d_v]``, same dtype.
+        a: ``[B, H, d_k]``, projection before any activation.
+        b: ``[B, H]``, projection before the sigmoid.
+        A_log: ``[H]``.
+        dt_bias: ``[H, d_k]`` or ``[H·d_k]``.
+        lower_bound: a negative number, or None for the softplus gate.
+        checkpoint ... backend: as for :func:`gdn_decode`; ``ring_g`` is ``[N, H, R, d_k]``.
+
+    Returns:
+        ``[B, H, d_v]`` in the dtype of v; zero in padding rows.
+
+    Raises:
+        ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
+    """
+    _check_qkv(q, k, v, checkpoint, ring_k)
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} heads, v has {v.shape[1]}: KDA wants as many key heads as value heads")
+    device = checkpoint.device
+    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=True, activation_dtype=k.dtype)
+    check_tensor("a", a, tuple(k.shape), "[B, H, d_k]", device=device)
+    check_tensor("b", b, tuple(k.shape[:2]), "[B, H]", device=device)
+    check_tensor("A_log", A_log, tuple(k.shape[1:2]), "[H]", device=device)
+    if dt_bias.dim() == 1:
+        check_tensor("dt_bias", dt_bias, (k.shape[1] * k.shape[2],), "[H * d_k]", device=device)
+        dt_bias = dt_bias.view(k.shape[1:])
+    check_tensor("dt_bias", dt_bias, tuple(k.shape[1:]), "[H, d_k]", device=device)
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound is {lower_bound}: a negative number, or None for the softplus gate, is wanted")
+    check_step(checkpoint, ring_k, slots, k.shape[0], flush_period, force_flush)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
+    return torch.ops.replayssm.kda_decode(
+        q, k, v, a, b, A_log, dt_bias, lower_bound, beta_scale, scale, qk_l2norm, *state, resolve_backend(backend)
+    )
+
+
+def mamba2_decode(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    A: Tensor,
+    checkpoint: Tensor,
+    ring_u: Tensor,
+    ring_k: Tensor,
+    ring_g: Tensor,
+    write_pos: Tensor,
+    checkpoint_slot: Tensor,
+    slots: Tensor,
+    flush_period: int,
+    force_flush: Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    backend: str = "auto",
+) -> Tensor:
+    """Mamba-2, one token (Dao and Gu, 2024): the additive rule.
+
+    ``Δ = clamp(softplus(dt + dt_bias), *dt_limit)`` in float32, ``S_t = e^{ΔA} S_{t-1} + Δ x Bᵀ``,
+    ``y = (S_t C + D x)·silu(z)``.
+
+    Args:
+        x: ``[B, H, P]``, in the activation dtype. H is H_v, P is d_v.
+        dt: ``[B, H]``, projection before bias and softplus.
+        B, C: ``[B, G, N]``, same dtype as x. G groups are H_k, N is d_k.
+        A: ``[H]``, negative, ``−exp(A_log)``.
+        D: ``[H]`` or None.
+        z: ``[B, H, P]`` or None; gate.
+        dt_bias: ``[H]`` or None.
+        dt_softplus: False if dt needs no softplus.
+        dt_limit: smallest and largest Δ.
+        checkpoint ... backend: as for :func:`gdn_decode`.
+
+    Returns:
+        ``[B, H, P]`` in the dtype of x; zero in padding rows.
+
+    Raises:
+        ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
+    """
+    _check_qkv(C, B, x, checkpoint, ring_k, names=("C", "B", "x"), dims=("[B, G, N]", "[B, H, P]"))
+    rows = (x.shape[0], x.shape[1])
+    device = checkpoint.device
+    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=False, activation_dtype=x.dtype)
+    check_tensor("dt", dt, rows, "[B, H]", device=device)
+    check_tensor("A", A, rows[1:], "[H]", device=device)
+    for name, tensor in (("D", D), ("dt_bias", dt_bias)):
+        if tensor is not None:
+            check_tensor(name, tensor, rows[1:], "[H]", device=device)
+    if z is not None:
+        check_tensor("z", z, tuple(x.shape), "[B, H, P]", device=device)
+    dt_min, dt_max = dt_limit
+    if not 0 <= dt_min <= dt_max:
+        raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")
+    check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
+    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
+    return torch.ops.replayssm.mamba2_decode(
+        x, dt, B, C, A, D, z, dt_bias, dt_softplus, dt_min, dt_max, *state, resolve_backend(backend)
+    )
+
+
+def _check_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    checkpoint: Tensor,
+    ring_k: Tensor,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+    dims: tuple[str, str] = ("[B, H_k, d_k]", "[B, H_v, d_v]"),
+) -> None:
+    check_rank("checkpoint", checkpoint, "[N, H_v, d_v, d_k]")
+    check_rank("ring_k", ring_k, "[N, H_k, R, d_k]")
+    check_rank(names[2], v, dims[1])
+    h_v, d_v, d_k = checkpoint.shape[1:]
+    device = checkpoint.device
+    check_tensor(names[2], v, (v.shape[0], h_v, d_v), dims[1], ACTIVATION_DTYPES, device)
+    for name, tensor in ((names[0], q), (names[1], k)):
+        check_tensor(name, tensor, (v.shape[0], ring_k.shape[1], d_k), dims[0], (v.dtype,), device)
+
+
+def _register(name: str) -> None:
+    """Register the operator: the call goes to the same function of the chosen backend."""
+
+    def implementation(*args: Any) -> Tensor:
+        *inputs, checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, period, forced, backend = args
+        check_slots_on_host(slots, checkpoint.shape[0])
+        step = Step(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, period, forced)
+        return getattr(backend_module(backend), name)(*inputs, step)
+
+    def fake(*args: Any) -> Tensor:
+        like = args[0 if name == "mamba2_decode" else 2]
+        return like.new_empty(like.shape)
+
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"replayssm::{name}", fake, lib=LIBRARY)
+
+
+for _name in ("gdn_decode", "kda_decode", "mamba2_decode"):
+    _register(_name)

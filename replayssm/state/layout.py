@@ -1,0 +1,156 @@
+"""Shapes and bytes of one layer's state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from replayssm.recurrence import Gate, Rule
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the recurrent layers of one kind need, per slot.
+
+    Mamba-2 reads it so: value heads are heads, key heads groups, ``head_v_dim`` is P and ``head_k_dim`` N.
+
+    Args:
+        gate: ``"head"`` or ``"channel"``.
+        rule: ``"delta"`` or ``"additive"``.
+        num_k_heads: H_k; divides H_v, and equals it for the channel gate.
+        num_v_heads: H_v.
+        head_k_dim: d_k.
+        head_v_dim: d_v.
+        conv_dim: channels of the causal convolution, 0 for none.
+        conv_width: W, its kernel width; the state keeps W − 1 inputs.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    gate: Gate
+    rule: Rule
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_dim: int = 0
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        if self.gate not in get_args(Gate):
+            raise ValueError(f"gate is {self.gate!r}: 'head' or 'channel' is wanted")
+        if self.rule not in get_args(Rule):
+            raise ValueError(f"rule is {self.rule!r}: 'delta' or 'additive' is wanted")
+        for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: a number of at least 1 is wanted")
+        if self.conv_dim < 0:
+            raise ValueError(f"conv_dim is {self.conv_dim}: 0 or more is wanted")
+        if self.num_v_heads % self.num_k_heads:
+            raise ValueError(f"num_v_heads is {self.num_v_heads}, num_k_heads {self.num_k_heads}: a multiple is wanted")
+        if self.gate == "channel" and self.num_v_heads != self.num_k_heads:
+            raise ValueError(
+                f"num_v_heads is {self.num_v_heads}, num_k_heads {self.num_k_heads}: a channel gate wants them equal"
+            )
+
+    @property
+    def checkpoint_shape(self) -> tuple[int, int, int]:
+        return self.num_v_heads, self.head_v_dim, self.head_k_dim
+
+    @property
+    def gate_shape(self) -> tuple[int, ...]:
+        """Shape of one log decay behind its head dimension."""
+        return () if self.gate == "head" else (self.head_k_dim,)
+
+
+@dataclass(frozen=True)
+class StateDtypes:
+    """Dtypes of a pool's tensors; log decays are always float32."""
+
+    checkpoint: torch.dtype
+    activation: torch.dtype
+    ring_u: torch.dtype
+
+    @classmethod
+    def choose(cls, state: torch.dtype, activation: torch.dtype, ring: torch.dtype | str) -> StateDtypes:
+        """Resolve ``ring="auto"``: float32 updates for a float32 checkpoint, else the activation dtype."""
+        wanted = (torch.float32, torch.bfloat16, torch.float16)
+        for name, dtype in (("state_dtype", state), ("activation_dtype", activation)):
+            if dtype not in wanted:
+                raise ValueError(f"{name} is {dtype}: torch.float32, torch.bfloat16 or torch.float16 is wanted")
+        if ring == "auto":
+            ring = torch.float32 if state == torch.float32 else activation
+        if ring not in (torch.float32, activation):
+            raise ValueError(
+                f"ring_dtype is {ring}: 'auto', torch.float32 or {activation}, the activations', is wanted"
+            )
+        assert isinstance(ring, torch.dtype)
+        return cls(state, activation, ring)
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer in one slot."""
+
+    checkpoint: int
+    record: int
+    ring: int
+    conv: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint + self.ring + self.conv
+
+
+def layer_bytes(spec: LayerSpec, dtypes: StateDtypes, ring_capacity: int) -> LayerBytes:
+    """Bytes that one slot of one layer takes."""
+    record = (
+        spec.num_v_heads * spec.head_v_dim * dtypes.ring_u.itemsize
+        + spec.num_k_heads * spec.head_k_dim * dtypes.activation.itemsize
+        + spec.num_v_heads * math.prod(spec.gate_shape) * torch.float32.itemsize
+    )
+    return LayerBytes(
+        checkpoint=math.prod(spec.checkpoint_shape) * dtypes.checkpoint.itemsize,
+        record=record,
+        ring=record * ring_capacity,
+        conv=spec.conv_dim * (spec.conv_width - 1) * dtypes.activation.itemsize,
+    )
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer's tensors for all slots; shapes in :mod:`replayssm.ops`, ``conv`` is ``[N, C, W − 1]``."""
+
+    checkpoint: Tensor
+    ring_u: Tensor
+    ring_k: Tensor
+    ring_g: Tensor
+    conv: Tensor
+
+    @classmethod
+    def empty(
+        cls, spec: LayerSpec, num_slots: int, ring_capacity: int, dtypes: StateDtypes, device: torch.device
+    ) -> LayerState:
+        """Uninitialised tensors: a slot is zeroed when it is handed out, its ring never."""
+
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(num_slots, *shape, dtype=dtype, device=device)
+
+        h_v, d_v, d_k = spec.checkpoint_shape
+        return cls(
+            checkpoint=new(h_v, d_v, d_k, dtype=dtypes.checkpoint),
+            ring_u=new(h_v, ring_capacity, d_v, dtype=dtypes.ring_u),
+            ring_k=new(spec.num_k_heads, ring_capacity, d_k, dtype=dtypes.activation),
+            ring_g=new(h_v, ring_capacity, *spec.gate_shape, dtype=torch.float32),
+            conv=new(spec.conv_dim, spec.conv_width - 1, dtype=dtypes.activation),
+        )
+
+    @property
+    def per_slot(self) -> tuple[Tensor, ...]:
+        """Everything but the checkpoint: what a fork copies as it is."""
+        return self.ring_u, self.ring_k, self.ring_g, self.conv
