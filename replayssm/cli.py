@@ -1,0 +1,185 @@
+"""The `replayssm` command: parses, calls, prints. Bad input exits with 2 and one line on stderr."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+
+import replayssm
+from replayssm import bundled
+from replayssm.errors import InputError, one_line
+from replayssm.model_folder import check_model
+from replayssm.options import (
+    BACKENDS,
+    DEVICES,
+    DTYPES,
+    RING_DTYPES,
+    STATE_DTYPES,
+    GenerateOptions,
+    LoadOptions,
+    check_prompt,
+)
+
+app = typer.Typer(
+    help="Decode hybrid language models from a checkpoint and a short ring of recent updates.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"replayssm {replayssm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
+    model: Annotated[str | None, typer.Option(help="Model folder or bundled name.  [default: first bundled]")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
+    ring_len: Annotated[int, typer.Option(help="L: the state is written once in L steps.")] = 16,
+    state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
+    ring_dtype: Annotated[str, typer.Option(help=f"Of the update vectors: {', '.join(RING_DTYPES)}.")] = "auto",
+    backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; auto on a CPU: float32.")] = "auto",
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
+    temperature: Annotated[float, typer.Option(help="0 is greedy, above it samples.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 takes all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template, the prompt as message.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
+    no_replay: Annotated[bool, typer.Option("--no-replay", help="Use transformers' own step instead.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it is generated.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Generate text with a model folder or a bundled model."""
+    if stream and as_json:
+        raise InputError("--stream and --json were both given: choose one")
+    options = GenerateOptions(
+        max_new_tokens=max_new_tokens,
+        ring_len=ring_len,
+        state_dtype=state_dtype,
+        ring_dtype=ring_dtype,
+        backend=backend,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        chat=chat,
+        ignore_eos=ignore_eos,
+        replay=not no_replay,
+    )
+    load_options = LoadOptions(dtype=dtype, device=device)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    check_prompt(text)
+    name = model if model is not None else bundled.names()[0]
+    check_model(name)
+
+    from replayssm.generate import check_backend
+    from replayssm.generate import generate as run_generate
+    from replayssm.loading import load_model
+
+    check_backend(options)
+    out = sys.stdout
+    loaded = load_model(name, load_options)
+    result = run_generate(loaded, text, options, on_text=_writer(out) if stream else None)
+    if as_json:
+        typer.echo(json.dumps(result.model_dump()))
+        return
+    typer.echo("" if stream else result.text)
+    Console(stderr=True, highlight=False).print(
+        f"{result.new_tokens} tokens in {result.seconds:.2f} s ({result.tokens_per_second:.1f} tokens/s), "
+        f"backend {result.backend}, {result.flushes} flushes, state written "
+        f"{result.state_bytes_written:,} of {result.state_bytes_written_stepwise:,} bytes stepwise",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def _writer(out: TextIO) -> Any:
+    def write(text: str) -> None:
+        out.write(text)
+        out.flush()
+
+    return write
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say what runs on this machine and why; exit with 1 if a needed part is missing or out of range."""
+    from replayssm.doctor import examine, render
+
+    report = examine()
+    if as_json:
+        typer.echo(json.dumps(report.model_dump()))
+    else:
+        render(report, Console(highlight=False))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens for each model.")] = 256,
+    ring_len: Annotated[int, typer.Option(help="L: the state is written once in L steps.")] = 16,
+) -> None:
+    """Generate with each bundled model, with and without replay; exit with 1 if any token differs."""
+    options = GenerateOptions(max_new_tokens=max_new_tokens, ring_len=ring_len, ignore_eos=True)
+
+    from replayssm.demo import run_demo
+
+    if not run_demo(options, Console(highlight=False)):
+        raise typer.Exit(1)
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run the command with `args` (default: the process's own) and return its exit code."""
+    debug = os.environ.get("REPLAYSSM_DEBUG", "") not in ("", "0")
+    try:
+        code = typer.main.get_command(app).main(args=args, prog_name="replayssm", standalone_mode=False)
+    except InputError as error:
+        if debug:
+            raise
+        return _fail(2, "error", error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (e.g. `| head`) has enough: say nothing, also not when Python flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if hasattr(error, "format_message"):  # what typer says about unknown options and values that don't parse
+            return _fail(2, "error", error.format_message())
+        if debug:
+            raise
+        return _fail(1, "internal error (REPLAYSSM_DEBUG=1 shows where)", f"{type(error).__name__}: {one_line(error)}")
+    return code if isinstance(code, int) else 0
+
+
+def _fail(code: int, label: str, message: object) -> int:
+    typer.echo(f"replayssm: {label}: {' '.join(str(message).split())}", err=True)
+    return code
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run())

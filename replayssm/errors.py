@@ -1,0 +1,11 @@
+"""The error that the command line shows without a traceback."""
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used; the message is one line: what was given, what is wanted."""
+
+
+def one_line(error: BaseException, limit: int = 240) -> str:
+    """An exception's message as one line of at most `limit` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,111 @@
+"""Load a transformers model from a folder: safetensors only, no remote code, no network."""
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from replayssm.errors import InputError, one_line
+from replayssm.model_folder import check_model
+from replayssm.options import LoadOptions
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A transformers model in eval mode with its tokenizer."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+
+
+def load_model(name: str, options: LoadOptions | None = None) -> LoadedModel:
+    """Load a bundled model or a folder in transformers' format.
+
+    The folder is checked before torch or transformers are imported, so that bad input fails at once.
+
+    Raises:
+        InputError: one line that says what was given and what is wanted.
+    """
+    options = options or LoadOptions()
+    folder = check_model(name)
+
+    with quiet_libraries():
+        import torch
+        import transformers
+
+        device = _choose_device(options.device, cuda=torch.cuda.is_available())
+        dtype = options.dtype if options.dtype != "auto" or device != "cpu" else "float32"
+        safe = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = _load(lambda: transformers.AutoTokenizer.from_pretrained(folder, **safe), f"tokenizer in {folder}")
+        model, info = _load(
+            lambda: transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                **safe,
+            ),
+            f"model in {folder}",
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        # transformers fills these with random numbers and goes on.
+        raise InputError(f"the weights in {folder} lack {len(missing)} tensors that config.json wants: {missing[0]}")
+    return LoadedModel(
+        name=name,
+        model=model.eval().to(device),
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        device=device,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep stdout for results: libraries' warnings and progress bars are silenced, what they print goes to stderr."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+            transformers.logging.enable_progress_bar()
+
+
+def _choose_device(wanted: str, *, cuda: bool) -> str:
+    if wanted == "cuda" and not cuda:
+        raise InputError("device is 'cuda', but torch sees no GPU here: `replayssm doctor` says why")
+    return wanted if wanted != "auto" else "cuda" if cuda else "cpu"
+
+
+def _load(load: Callable[[], T], what: str) -> T:
+    try:
+        return load()
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+        # Whatever a broken or foreign folder makes transformers raise, the user's input is the cause.
+        raise InputError(f"the {what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    configured = model.generation_config.eos_token_id
+    ids = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+    if not ids and tokenizer.eos_token_id is not None:
+        ids = [tokenizer.eos_token_id]
+    return tuple(ids)

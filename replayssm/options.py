@@ -1,0 +1,76 @@
+"""What a generation can be asked for, checked without importing torch."""
+
+import math
+from dataclasses import dataclass
+
+from replayssm.errors import InputError
+
+BACKENDS = ("auto", "torch", "triton", "cuda")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+RING_DTYPES = ("auto", *STATE_DTYPES)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded: `dtype` auto is float32 on a CPU and the checkpoint's own dtype on a GPU."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("device", self.device, DEVICES)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How tokens are generated. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 keep every token.
+
+    Raises:
+        InputError: a value out of its range; the message names the option.
+    """
+
+    max_new_tokens: int = 128
+    ring_len: int = 16
+    state_dtype: str = "float32"
+    ring_dtype: str = "auto"
+    backend: str = "auto"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    chat: bool = False
+    ignore_eos: bool = False
+    replay: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("max-new-tokens", self.max_new_tokens, 1)
+        _at_least("ring-len", self.ring_len, 1)
+        _one_of("state-dtype", self.state_dtype, STATE_DTYPES)
+        _one_of("ring-dtype", self.ring_dtype, RING_DTYPES)
+        _one_of("backend", self.backend, BACKENDS)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature is {self.temperature}: it must be 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top-p is {self.top_p}: it must be above 0 and at most 1")
+        _at_least("top-k", self.top_k, 0)
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed}: it must be from 0 to 2**63 - 1")
+
+
+def check_prompt(prompt: str) -> None:
+    """Refuse a prompt without any character."""
+    if not prompt:
+        raise InputError("the prompt is empty: at least one character is wanted")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InputError(f"{name} is {value}: it must be at least {least}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InputError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
