@@ -38,7 +38,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.generate
+	$(BIN)/python -m benchmarks.decode_step
 
 venv: $(STAMP)
 

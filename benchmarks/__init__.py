@@ -1,0 +1,1 @@
+"""Benchmarks, run by `make bench`. Results that are kept stand in benchmarks/results/."""
