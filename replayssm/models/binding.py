@@ -1,0 +1,70 @@
+"""What `enable` leaves on a model and on its mixers, and what it was asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from replayssm import ops
+from replayssm.models.adapters import Adapter
+
+if TYPE_CHECKING:
+    from replayssm.models.cache import ReplayCache
+
+ATTRIBUTE = "_replayssm"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an enabled model keeps its recurrent states; see :func:`replayssm.enable`."""
+
+    ring_len: int
+    state_dtype: torch.dtype
+    ring_dtype: torch.dtype | str
+    backend: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ring_len, bool) or not isinstance(self.ring_len, int) or self.ring_len < 1:
+            raise ValueError(f"ring_len is {self.ring_len!r}: a number of at least 1 is wanted")
+        if self.state_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"state_dtype is {self.state_dtype!r}: torch.float32, torch.bfloat16 or torch.float16 is wanted"
+            )
+        if not isinstance(self.ring_dtype, torch.dtype) and self.ring_dtype != "auto":
+            raise ValueError(f"ring_dtype is {self.ring_dtype!r}: 'auto' or a torch.dtype is wanted")
+        ops.resolve_backend(self.backend)
+
+    def changed(self, **given: Any) -> Settings:
+        """These settings with the values that aren't None."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass
+class MixerBinding:
+    """On a mixer: the forward that the instance had of its own, if any, and one that a CPU can run, if needed."""
+
+    previous: Callable[..., Any] | None
+    on_cpu: Callable[..., Any] | None
+
+
+class ModelBinding:
+    """On a model: its settings, its recurrent layers in order, and the last cache that `generate` used."""
+
+    def __init__(self, settings: Settings, adapters: list[Adapter], previous: Callable[..., Any] | None) -> None:
+        self.settings = settings
+        self.adapters = adapters
+        self.previous = previous
+        self.last_cache: ReplayCache | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelBinding:
+        # A copied model has copied mixers, which the old model's cache doesn't know.
+        return ModelBinding(self.settings, *copy.deepcopy((self.adapters, self.previous), memo))
+
+
+def binding_of(module: Any) -> Any:
+    """The MixerBinding or ModelBinding that `enable` left on a module, or None."""
+    return getattr(module, "__dict__", {}).get(ATTRIBUTE)

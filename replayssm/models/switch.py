@@ -1,0 +1,146 @@
+"""Switch replay on and off, on one model's own modules.
+
+`enable` gives each recurrent mixer of the model a `forward` that takes one-token steps to the mixer's adapter and
+everything else to the forward it had, and gives the model a `_prepare_cache_for_generation` that makes a ReplayCache
+where transformers would make a DynamicCache. Both are attributes of the instances: no class, module or other model
+changes, and `disable` deletes them.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from replayssm.models.binding import ATTRIBUTE, MixerBinding, ModelBinding, Settings, binding_of
+from replayssm.models.cache import ReplayCache
+from replayssm.models.fallback import without_gpu_kernels
+from replayssm.models.support import find_adapters
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_PREPARE = "_prepare_cache_for_generation"
+# What the cache argument of models and mixers is called: the first from transformers 5.24 on, the others before.
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
+
+
+def enable(
+    model: Model,
+    ring_len: int = 16,
+    *,
+    state_dtype: torch.dtype = torch.float32,
+    ring_dtype: torch.dtype | str = "auto",
+    backend: str = "auto",
+) -> Model:
+    """Let a transformers model decode through checkpoint and ring.
+
+    Everything that the model is used for stays as it is: `generate`, beams, sampling, batches. Calling it again
+    changes the settings. Caches made before keep theirs.
+
+    Args:
+        model: a loaded model of one of the supported architectures, any dtype.
+        ring_len: L, a state is written once in L tokens; 1 writes it at every step.
+        state_dtype: dtype of the checkpoints: torch.float32, torch.bfloat16 or torch.float16.
+        ring_dtype: dtype of the update vectors in the ring: "auto", torch.float32 or the model's dtype.
+        backend: "auto", or one of `replayssm.ops.BACKENDS`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the architecture isn't supported, or a setting is out of range.
+    """
+    settings = Settings(ring_len, state_dtype, ring_dtype, backend)
+    adapters = find_adapters(model)
+    disable(model)
+    for adapter in adapters:
+        mixer = adapter.mixer
+        on_cpu = without_gpu_kernels(mixer)
+        setattr(mixer, ATTRIBUTE, MixerBinding(_override(mixer, "forward", _mixer_forward), on_cpu))
+    previous = None
+    if hasattr(model, _PREPARE):
+        previous = _override(model, _PREPARE, _prepare_cache_for_generation)
+    setattr(model, ATTRIBUTE, ModelBinding(settings, adapters, previous))
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Make a model what it was before :func:`enable`; a model without replay is left alone.
+
+    Returns:
+        The same model.
+    """
+    binding = binding_of(model)
+    if binding is not None:
+        for adapter in binding.adapters:
+            _restore(adapter.mixer, "forward", binding_of(adapter.mixer).previous)
+            delattr(adapter.mixer, ATTRIBUTE)
+        if _PREPARE in vars(model):
+            _restore(model, _PREPARE, binding.previous)
+        delattr(model, ATTRIBUTE)
+    return model
+
+
+def last_cache(model: nn.Module) -> ReplayCache | None:
+    """The ReplayCache of the model's last `generate`, for its counters; None if there was none since `enable`.
+
+    It is kept until the next `generate` or `disable`, keys and values of the attention layers included.
+    """
+    binding = binding_of(model)
+    return None if binding is None else binding.last_cache
+
+
+def _mixer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of an enabled mixer: one token of a cache that has a state by replay, the rest upstream."""
+    cache = args[0] if args else next((kwargs[name] for name in CACHE_ARGUMENTS if name in kwargs), None)
+    if isinstance(cache, ReplayCache) and hidden_states.shape[1] == 1:
+        out = cache.decode(self, hidden_states)
+        if out is not None:
+            return out
+    binding: MixerBinding = vars(self)[ATTRIBUTE]
+    if binding.previous is not None:
+        return binding.previous(hidden_states, *args, **kwargs)
+    if binding.on_cpu is not None and hidden_states.device.type == "cpu":
+        return binding.on_cpu(self, hidden_states, *args, **kwargs)
+    return type(self).forward(self, hidden_states, *args, **kwargs)
+
+
+def _prepare_cache_for_generation(
+    self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """`generate` calls this to make its cache; a ReplayCache takes the place of a new DynamicCache."""
+    binding: ModelBinding = vars(self)[ATTRIBUTE]
+    binding.last_cache = None  # frees the last one before the next one grows
+    wanted = generation_config.cache_implementation
+    if wanted not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation is {wanted!r}: a model with replay decodes from its own cache, leave it out or None"
+        )
+    given = [model_kwargs.get(name) for name in CACHE_ARGUMENTS]
+    prepare = binding.previous or MethodType(getattr(type(self), _PREPARE), self)
+    result = prepare(generation_config, model_kwargs, *args, **kwargs)
+    for name, before in zip(CACHE_ARGUMENTS, given, strict=True):
+        cache = model_kwargs.get(name)
+        # An assistant's cache is rolled back after each draft, which transformers' own cache is for.
+        if type(cache) is DynamicCache and cache is not before and not generation_config.is_assistant:
+            model_kwargs[name] = cache = ReplayCache(self)
+        if isinstance(cache, ReplayCache):
+            binding.last_cache = cache
+    return result
+
+
+def _override(module: nn.Module, name: str, function: Any) -> Any:
+    """Give `module` a method of its own; returns the one that it had of its own, if any."""
+    previous = vars(module).get(name)
+    setattr(module, name, MethodType(function, module))
+    return previous
+
+
+def _restore(module: nn.Module, name: str, previous: Any) -> None:
+    if previous is None:
+        delattr(module, name)
+    else:
+        setattr(module, name, previous)
