@@ -26,11 +26,28 @@ from replayssm.options import (
 
 app = typer.Typer(
     help="Decode hybrid language models from a checkpoint and a short ring of recent updates.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} was given, a whole number is wanted") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} was given, a number is wanted") from None
+
+
+INTEGER: dict[str, Any] = {"parser": _integer, "metavar": "INTEGER"}
+NUMBER: dict[str, Any] = {"parser": _number, "metavar": "NUMBER"}
 
 
 def _version(value: bool) -> None:
@@ -52,17 +69,17 @@ def _root(
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
     model: Annotated[str | None, typer.Option(help="Model folder or bundled name.  [default: first bundled]")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 128,
-    ring_len: Annotated[int, typer.Option(help="L: the state is written once in L steps.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(**INTEGER, help="Stop after this many tokens.")] = 128,
+    ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
     ring_dtype: Annotated[str, typer.Option(help=f"Of the update vectors: {', '.join(RING_DTYPES)}.")] = "auto",
     backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; auto on a CPU: float32.")] = "auto",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
-    temperature: Annotated[float, typer.Option(help="0 is greedy, above it samples.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 takes all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    temperature: Annotated[float, typer.Option(**NUMBER, help="0 is greedy, above it samples.")] = 0.0,
+    top_p: Annotated[float, typer.Option(**NUMBER, help="Sample from the smallest set with this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(**INTEGER, help="Sample from the k most likely tokens; 0 takes all.")] = 0,
+    seed: Annotated[int | None, typer.Option(**INTEGER, help="Makes sampling repeatable.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template, the prompt as message.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     no_replay: Annotated[bool, typer.Option("--no-replay", help="Use transformers' own step instead.")] = False,
@@ -113,6 +130,13 @@ def generate(
     )
 
 
+def _console() -> Console:
+    """Standard output, wide enough for the tables also where it isn't a terminal."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 112)
+    return console
+
+
 def _writer(out: TextIO) -> Any:
     def write(text: str) -> None:
         out.write(text)
@@ -132,27 +156,28 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(report.model_dump()))
     else:
-        render(report, Console(highlight=False))
+        render(report, _console())
     if not report.ok:
         raise typer.Exit(1)
 
 
 @app.command()
 def demo(
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens for each model.")] = 256,
-    ring_len: Annotated[int, typer.Option(help="L: the state is written once in L steps.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(**INTEGER, help="Tokens for each model.")] = 256,
+    ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
 ) -> None:
     """Generate with each bundled model, with and without replay; exit with 1 if any token differs."""
     options = GenerateOptions(max_new_tokens=max_new_tokens, ring_len=ring_len, ignore_eos=True)
 
     from replayssm.demo import run_demo
 
-    if not run_demo(options, Console(highlight=False)):
+    if not run_demo(options, _console()):
         raise typer.Exit(1)
 
 
 def run(args: Sequence[str] | None = None) -> int:
     """Run the command with `args` (default: the process's own) and return its exit code."""
+    args = list(sys.argv[1:] if args is None else args) or ["--help"]
     debug = os.environ.get("REPLAYSSM_DEBUG", "") not in ("", "0")
     try:
         code = typer.main.get_command(app).main(args=args, prog_name="replayssm", standalone_mode=False)
