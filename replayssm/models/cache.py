@@ -148,17 +148,14 @@ class ReplayCache(DynamicCache):
         binding = binding_of(model)
         if binding is None:
             raise ValueError(f"ReplayCache was given a {type(model).__name__} without replay: call enable(model) first")
-        super().__init__(config=model.config.get_text_config(decoder=True))
+        self.config = model.config.get_text_config(decoder=True)
         self.settings = binding.settings.changed(
             ring_len=ring_len, state_dtype=state_dtype, ring_dtype=ring_dtype, backend=backend
         )
         self.adapters = binding.adapters
         self.last_index = len(self.adapters) - 1
-        for index, adapter in enumerate(self.adapters):
-            old = self.layers[adapter.layer_idx]
-            self.layers[adapter.layer_idx] = _REPLACED[type(old)]().attach(self, index, adapter)
         self.pool: ReplayPool | None = None
-        self._place([], torch.device("cpu"))
+        self._start()
 
     def decode(self, mixer: Any, hidden_states: Tensor) -> Tensor | None:
         """One token of one layer, ``[B, 1, D]``; None if the layer has no state yet and wants a prefill."""
@@ -192,10 +189,9 @@ class ReplayCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget everything; the next prefill may have another batch size."""
-        super().reset()
         if self.pool is not None and self.rows:
             self.pool.free(self.rows)
-        self._place([], self.slots.device)
+        self._start()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue row ``beam_idx[i]`` in row i. A parent with one child keeps its slot, more children fork it."""
@@ -220,6 +216,14 @@ class ReplayCache(DynamicCache):
         if new.pool is not None:
             new._bind_arguments()
         return new
+
+    def _start(self) -> None:
+        """Empty layers, no rows."""
+        super().__init__(config=self.config)
+        for index, adapter in enumerate(self.adapters):
+            old = self.layers[adapter.layer_idx]
+            self.layers[adapter.layer_idx] = _REPLACED[type(old)]().attach(self, index, adapter)
+        self._place([], torch.device("cpu"))
 
     def _take_rows(self, parents: Sequence[int]) -> None:
         if self.pool is None or list(parents) == list(range(len(self.rows))):
