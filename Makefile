@@ -20,10 +20,11 @@ test: lint $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) -n 2 -m "not slow"
 
-# The same tests of the transformers integration on the oldest supported release, kept beside the pinned one.
-OLDEST := 5.17.0
-test-oldest: $(VENV)/transformers-$(OLDEST)/.installed
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py
+# The transformers integration on the oldest supported release, which is kept beside the pinned one.
+OLDEST := $(VENV)/oldest
+test-oldest: $(OLDEST)/.installed
+	PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py
+	PYTHONPATH=$(OLDEST) $(BIN)/replayssm demo --max-new-tokens 33
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest -m gpu tests
@@ -49,8 +50,9 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/transformers-$(OLDEST)/.installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) transformers==$(OLDEST)
+$(OLDEST)/.installed: requirements-oldest.txt $(STAMP)
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) -r requirements-oldest.txt
 	@touch $@
 
 clean:
