@@ -1,7 +1,8 @@
 """Generate text with a loaded model, through checkpoint and ring or through transformers' own step."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from replayssm import models, ops
 from replayssm.errors import InputError, one_line
 from replayssm.loading import LoadedModel, quiet_libraries
+from replayssm.models.support import find_adapters
 from replayssm.options import GenerateOptions, check_prompt
 from replayssm.state import LayerSpec
 
@@ -44,6 +46,7 @@ class GenerateResult(BaseModel):
     state_bytes_read: int
     state_bytes_written: int
     state_bytes_written_stepwise: int
+    state_bytes_copied: int
     ring_bytes_read: int
     ring_bytes_written: int
     seconds: float
@@ -172,27 +175,28 @@ def _encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> dict[str, Tensor
 def _counters(model: Any, options: GenerateOptions, new_tokens: int) -> dict[str, Any]:
     if not options.replay:
         return {"ring_len": 1, "backend": "transformers", "state_dtype": "float32"} | stepwise_counters(
-            models.layer_specs(model), decode_steps=new_tokens - 1
+            [adapter.spec for adapter in find_adapters(model)], decode_steps=new_tokens - 1
         )
     cache = models.last_cache(model)
     assert cache is not None, "generate() of an enabled model makes a cache"
-    counted: Mapping[str, int] = cache.pool.counters()
-    return {
-        "ring_len": options.ring_len,
-        "backend": cache.backend,
-        "state_dtype": options.state_dtype,
-    } | dict(counted)
+    pool = cache.require_pool()
+    settings = {"ring_len": pool.ring_len, "backend": pool.backend, "state_dtype": options.state_dtype}
+    return settings | pool.counters()
 
 
-def stepwise_counters(layers: list[LayerSpec], decode_steps: int, state_bytes_per_element: int = 4) -> dict[str, int]:
-    """What one sequence costs when every step reads and writes each layer's state, after one prefill that writes it."""
-    state = sum(s.num_v_heads * s.head_v_dim * s.head_k_dim for s in layers) * state_bytes_per_element
+def stepwise_counters(layers: list[LayerSpec], decode_steps: int) -> dict[str, int]:
+    """What one sequence costs when a prefill writes each state, and each step reads and writes it, in float32.
+
+    The names are those of :meth:`replayssm.ReplayPool.counters`.
+    """
+    state = sum(math.prod(layer.checkpoint_shape) for layer in layers) * torch.float32.itemsize
     return {
         "flushes": decode_steps,
         "decode_steps": decode_steps,
         "state_bytes_read": state * decode_steps,
         "state_bytes_written": state * (decode_steps + 1),
         "state_bytes_written_stepwise": state * (decode_steps + 1),
+        "state_bytes_copied": 0,
         "ring_bytes_read": 0,
         "ring_bytes_written": 0,
     }
