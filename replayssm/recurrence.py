@@ -23,7 +23,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 Gate = Literal["head", "channel"]
@@ -35,6 +34,25 @@ RULES: tuple[Rule, ...] = ("delta", "additive")
 NORM_EPS = 1e-6
 
 
+# torch's own softplus and sigmoid round an element by its place in the array: vector lanes and the scalar tail differ
+# in the last bit. Built from exp and log1p, which don't, a row has the same bits in any batch.
+
+
+def softplus(x: Tensor) -> Tensor:
+    """``log(1 + exp(x))``."""
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """``1 / (1 + exp(−x))``."""
+    return torch.reciprocal(1 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """``x · sigmoid(x)``."""
+    return x / (1 + torch.exp(-x))
+
+
 def gdn_log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     """Log decay of Gated DeltaNet, ``g = −exp(A_log)·softplus(a + dt_bias)``.
 
@@ -43,7 +61,7 @@ def gdn_log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
         A_log: ``[H_v]``.
         dt_bias: ``[H_v]``.
     """
-    return -A_log.exp() * F.softplus(a + dt_bias)
+    return -A_log.exp() * softplus(a + dt_bias)
 
 
 def kda_log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Tensor:
@@ -60,25 +78,25 @@ def kda_log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float 
     """
     rate = A_log.exp().unsqueeze(-1)
     if lower_bound is None:
-        return -rate * F.softplus(a + dt_bias)
-    return lower_bound * torch.sigmoid(rate * (a + dt_bias))
+        return -rate * softplus(a + dt_bias)
+    return lower_bound * sigmoid(rate * (a + dt_bias))
 
 
 def mamba2_time_step(
-    dt: Tensor, dt_bias: Tensor | None, *, softplus: bool = True, limit: tuple[float, float] = (0.0, float("inf"))
+    dt: Tensor, dt_bias: Tensor | None, *, use_softplus: bool = True, limit: tuple[float, float] = (0.0, float("inf"))
 ) -> Tensor:
     """Time step of Mamba-2, ``Δ = clamp(softplus(dt + dt_bias), *limit)``; the log decay is ``Δ·A``.
 
     Args:
         dt: raw projection, ``[..., H]``.
         dt_bias: ``[H]`` or None.
-        softplus: False leaves out the softplus.
+        use_softplus: False leaves out the softplus.
         limit: smallest and largest time step.
     """
     if dt_bias is not None:
         dt = dt + dt_bias
-    if softplus:
-        dt = F.softplus(dt)
+    if use_softplus:
+        dt = softplus(dt)
     return dt if limit == (0.0, float("inf")) else dt.clamp(*limit)
 
 

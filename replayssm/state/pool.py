@@ -37,8 +37,8 @@ class ReplayPool:
         ring_capacity: R ≥ L rows in each ring; default L.
         state_dtype: dtype of the checkpoints: float32, bfloat16 or float16.
         activation_dtype: dtype in which layers produce keys; also of the convolution state.
-        ring_dtype: dtype of the ring's updates, ``"auto"`` for float32 beside float32 checkpoints and the activation
-            dtype beside 16-bit ones.
+        ring_dtype: dtype of the ring's updates: float32, the activation dtype, or ``"auto"`` for the activation dtype
+            beside a 16-bit checkpoint that isn't finer, and float32 otherwise.
         device: where the tensors live.
         backend: see :mod:`replayssm.ops`.
 

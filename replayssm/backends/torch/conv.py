@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from replayssm.backends.torch.rows import Rows
+from replayssm.recurrence import silu
 
 
 def causal_conv1d_update(
@@ -22,16 +23,9 @@ def causal_conv1d_update(
     if not host:
         return x.new_zeros(x.shape)
     rows = Rows(host, x.device)
-    past = rows.read(conv_state)
-    width = weight.shape[1]
-    y = x.float() * weight[:, -1].float()
-    if width > 1:
-        y += (past.float() * weight[:, :-1].float()).sum(-1)
+    window = torch.cat([rows.read(conv_state), x.unsqueeze(-1)], dim=-1)
+    y = (window.float() * weight.float()).sum(-1)
     if bias is not None:
         y += bias.float()
-    if width > 2:
-        past = past[..., 1:].clone()
-        rows.write(conv_state[..., :-1], past)
-    if width > 1:
-        rows.write(conv_state[..., -1], x)
-    return (F.silu(y) if activation == "silu" else y).to(x.dtype)
+    rows.write(conv_state, window[..., 1:])
+    return (silu(y) if activation == "silu" else y).to(x.dtype)

@@ -8,165 +8,187 @@ so a step is one product of the checkpoint with the columns (q, k), the ring's d
 the u_j. Rows of the ring at or past the cursor are masked by selection and may hold NaN.
 
 All sums have fixed lengths (the whole ring, the whole head), whatever the cursors of the other rows: the same row
-gives the same bits in any batch.
+gives the same bits in any batch. Columns are C = 2 for the delta rule, C = 1 for the additive rule. Value heads of
+one key head stand side by side in one product with its columns.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from replayssm.backends.step import Step
 from replayssm.backends.torch.rows import Rows
-from replayssm.recurrence import Rule, replayed_decays
+from replayssm.recurrence import Rule
+
+
+class Ring(NamedTuple):
+    """The committed records of some rows."""
+
+    u: Tensor  # fp32 [B, H_v, R, d_v], zero at and past the cursor
+    k: Tensor  # fp32 [B, H_k, R, d_k], anything at and past the cursor
+    g: Tensor  # [B, H_v, R] or [B, H_v, R, d_k], zero at and past the cursor
+    live: Tensor  # bool [B or 1, R], False at and past the cursor
 
 
 def decode(
-    rule: Rule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    q_factor: Tensor | None,
-    k_factor: Tensor | None,
-    step: Step,
+    rule: Rule, x: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, k_norm: Tensor | None, step: Step
 ) -> Tensor:
     """Advance each row by one token, without moving its cursor.
 
     Args:
         rule: ``"delta"`` or ``"additive"``.
-        q, k: ``[B, H_k, d_k]``, raw, in the activation dtype.
+        x: fp32 ``[B, H_k, C, d_k]``, the columns q and, for the delta rule, k; both normalised.
+        k: ``[B, H_k, d_k]``, raw, in the activation dtype.
         v: fp32 ``[B, H_v, d_v]``; for the additive rule the update u itself.
         g: fp32 log decay, ``[B, H_v]`` or ``[B, H_v, d_k]``.
         beta: fp32 ``[B, H_v]``, or None for the additive rule.
-        q_factor, k_factor: fp32 ``[B, H_k]``, what q and k are multiplied with (norm, scale); None for 1.
+        k_norm: fp32 ``[B, H_k]``, the factor between the raw and the normalised k; None for 1.
         step: state, slots and flush rule.
 
     Returns:
         fp32 ``[B, H_v, d_v]``; zero in padding rows.
     """
-    host_slots = step.slots.tolist()
-    live = [i for i, slot in enumerate(host_slots) if slot >= 0]
-    if len(live) < len(host_slots):
+    slots = step.slots.tolist()
+    live = [i for i, slot in enumerate(slots) if slot >= 0]
+    if len(live) < len(slots):
         out = v.new_zeros(v.shape)
         if live:
-            beta, q_factor, k_factor = (None if x is None else x[live] for x in (beta, q_factor, k_factor))
-            out[live] = decode(rule, q[live], k[live], v[live], g[live], beta, q_factor, k_factor, step.pick(live))
+            beta, k_norm = (None if t is None else t[live] for t in (beta, k_norm))
+            out[live] = decode(rule, x[live], k[live], v[live], g[live], beta, k_norm, step.pick(live))
         return out
-    if not host_slots:
+    if not slots:
         return v.new_zeros(v.shape)
 
-    rows = Rows(host_slots, q.device)
+    rows = Rows(slots, x.device)
     cursors = rows.read(step.write_pos).tolist()
-    source = Rows(rows.read(step.checkpoint_slot).tolist(), q.device)
+    source = Rows(rows.read(step.checkpoint_slot).tolist(), x.device)
+    state = source.read(step.checkpoint).float()
+    ring = read_ring(rows, cursors, step.ring_u, step.ring_k, step.ring_g) if any(cursors) else None
+
+    batch, num_k_heads, columns, head_k_dim = x.shape
+    num_v_heads, head_v_dim = v.shape[1:]
+    pairs, group = batch * num_k_heads, num_v_heads // num_k_heads
+    channel = g.dim() == 3
+
+    decays = g.exp().unsqueeze(2) if ring is None else replayed_decays(ring.g, g)
+    total, after = decays[:, :, 0], decays[:, :, 1:]
+
+    decayed = x * total.unsqueeze(2) if channel else x
+    sx = torch.bmm(decayed.flatten(0, 1), state.reshape(pairs, -1, head_k_dim).mT)
+    sx = sx.view(pairs, columns, group, head_v_dim).transpose(1, 2)
+    if not channel:
+        sx = sx * total.reshape(pairs, group, 1, 1)
+    if ring is not None:
+        scores = torch.matmul(x, (ring.k * after if channel else ring.k).mT)
+        scores = torch.where(ring.live[:, None, None], scores, 0).view(pairs, 1, columns, -1)
+        if not channel:
+            scores = scores * after.reshape(pairs, group, 1, -1)
+        sx = sx + torch.bmm(scores.flatten(0, 1), ring.u.flatten(0, 1)).view(pairs, group, columns, -1)
+
+    u = v.view(pairs, group, head_v_dim)
+    q = x[:, :, 0]
+    if rule == "delta":
+        assert beta is not None
+        u = beta.view(pairs, group, 1) * (u - sx[:, :, 1])
+        kq = (q * x[:, :, 1]).sum(-1)
+    else:
+        kq = (q * k.float()).sum(-1)
+    y = torch.addcmul(sx[:, :, 0], u, kq.view(pairs, 1, 1)).view(v.shape)
+    if k_norm is not None:
+        u = u * k_norm.reshape(pairs, 1, 1)
+    u = u.view(v.shape)
+
     flush = [h >= step.flush_period - 1 for h in cursors]
     if step.force_flush is not None:
         flush = [natural or bool(forced) for natural, forced in zip(flush, step.force_flush.tolist(), strict=True)]
-
-    state = source.read(step.checkpoint).float()
-    ring = read_ring(rows, cursors, step.ring_u, step.ring_k, step.ring_g) if any(cursors) else None
-    batch, num_v_heads, head_v_dim = v.shape
-    num_k_heads, head_k_dim = k.shape[1:]
-    group = num_v_heads // num_k_heads
-    channel = g.dim() == 3
-
-    # The columns that the state is multiplied with: q, and for the delta rule k.
-    x = torch.stack([q, k], dim=2).float() if rule == "delta" else q.float().unsqueeze(2)
-    if ring is None:
-        total, after = g.exp(), None
+    if not any(flush):
+        append(rows, cursors, step, u, k, g)
+    elif all(flush):
+        rows.write(step.checkpoint, flushed_state(state, total, after, ring, u, k))
     else:
-        total, after = replayed_decays(torch.cat([ring[2], g.unsqueeze(2)], dim=2))
-        after = after[:, :, :-1]
-
-    # S_c x: value heads of one key head share its columns.
-    columns = x * total.unsqueeze(2) if channel else x
-    by_key_head = state.reshape(batch, num_k_heads, group * head_v_dim, head_k_dim)
-    sx = (columns @ by_key_head.transpose(-1, -2)).reshape(batch, num_k_heads, -1, group, head_v_dim)
-    sx = sx.transpose(2, 3).reshape(batch, num_v_heads, -1, head_v_dim)
-    if not channel:
-        sx = sx * total[..., None, None]
-
-    if ring is not None:
-        u_ring, k_ring, _ = ring
-        assert after is not None
-        scores = x @ (k_ring * after if channel else k_ring).transpose(-1, -2)
-        if not channel:
-            scores = _to_value_heads(scores, group) * after.unsqueeze(2)
-        sx = sx + scores @ u_ring
-
-    kq = (x[:, :, 0] * k.float()).sum(-1)
-    u = v
-    if rule == "delta":
-        assert beta is not None
-        sk = sx[:, :, 1]
-        if k_factor is None:
-            u = beta.unsqueeze(-1) * (v - sk)
-        else:
-            norm = _to_value_heads(k_factor, group).unsqueeze(-1)
-            u = (norm * beta.unsqueeze(-1)) * (v - norm * sk)
-    y = sx[:, :, 0] + u * _to_value_heads(kq, group).unsqueeze(-1)
-    if q_factor is not None:
-        y = y * _to_value_heads(q_factor, group).unsqueeze(-1)
-
-    flushing = [i for i, f in enumerate(flush) if f]
-    keeping = [i for i, f in enumerate(flush) if not f]
-    if keeping:
-        keep = rows if not flushing else Rows([host_slots[i] for i in keeping], q.device)
-        positions = [cursors[i] for i in keeping]
-        for target, value in ((step.ring_u, u), (step.ring_k, k), (step.ring_g, g)):
-            keep.append(target, positions, value if not flushing else value[keeping])
-    if flushing:
-        records = (u.unsqueeze(2), k.float().unsqueeze(2), torch.ones_like(g).unsqueeze(2))
+        keeping = [i for i, flushes in enumerate(flush) if not flushes]
+        flushing = [i for i, flushes in enumerate(flush) if flushes]
+        kept = Rows([slots[i] for i in keeping], x.device)
+        append(kept, [cursors[i] for i in keeping], step, u[keeping], k[keeping], g[keeping])
         if ring is not None:
-            assert after is not None
-            records = (
-                torch.cat([ring[0], records[0]], dim=2),
-                torch.cat([ring[1], records[1]], dim=2),
-                torch.cat([after, records[2]], dim=2),
+            ring = read_ring(
+                Rows([slots[i] for i in flushing], x.device),
+                [cursors[i] for i in flushing],
+                step.ring_u,
+                step.ring_k,
+                step.ring_g,
             )
-        target_rows = rows
-        if keeping:
-            records = tuple(r[flushing] for r in records)  # type: ignore[assignment]
-            state, total = state[flushing], total[flushing]
-            target_rows = Rows([host_slots[i] for i in flushing], q.device)
-        target_rows.write(step.checkpoint, replay(state, total, *records))
+        new = flushed_state(state[flushing], total[flushing], after[flushing], ring, u[flushing], k[flushing])
+        Rows([slots[i] for i in flushing], x.device).write(step.checkpoint, new)
     return y
 
 
-def replay(state: Tensor, total: Tensor, u: Tensor, k: Tensor, after: Tensor) -> Tensor:
-    """``S_c exp(G_h) + Σ_j u_j (k_j exp(G_h − G_j))ᵀ``.
+def append(rows: Rows, cursors: list[int], step: Step, u: Tensor, k: Tensor, g: Tensor) -> None:
+    """Write one record at each row's cursor."""
+    for ring, value in ((step.ring_u, u), (step.ring_k, k), (step.ring_g, g)):
+        rows.append(ring, cursors, value)
+
+
+def flushed_state(state: Tensor, total: Tensor, after: Tensor, ring: Ring | None, u: Tensor, k: Tensor) -> Tensor:
+    """Checkpoint, committed records and the current record (u, k) folded into one state."""
+    batch, num_v_heads, head_v_dim, _ = state.shape
+    new = fold(state, total, after, ring)
+    outer = new.view(batch, k.shape[1], -1, head_v_dim, k.shape[2])
+    u = u.view(batch, k.shape[1], -1, head_v_dim, 1)
+    return outer.addcmul_(u, k.float()[:, :, None, None, :]).view_as(new)
+
+
+def fold(state: Tensor, total: Tensor, after: Tensor, ring: Ring | None) -> Tensor:
+    """``S_c exp(G_h) + Σ_j u_j (k_j exp(G_h − G_j))ᵀ``, a new tensor.
 
     Args:
         state: fp32 ``[B, H_v, d_v, d_k]``.
         total: ``exp(G_h)``, ``[B, H_v]`` or ``[B, H_v, d_k]``.
-        u: fp32 ``[B, H_v, h, d_v]``.
-        k: fp32 ``[B, H_k, h, d_k]``.
-        after: ``exp(G_h − G_j)``, ``[B, H_v, h]`` or ``[B, H_v, h, d_k]``.
+        after: ``exp(G_h − G_j)``, ``[B, H_v, R]`` or ``[B, H_v, R, d_k]``.
+        ring: records, None if there are none.
     """
-    batch, num_v_heads, count, head_v_dim = u.shape
-    num_k_heads = k.shape[1]
     channel = after.dim() == 4
-    if not channel:
-        u = u * after.unsqueeze(-1)
-    by_key_head = u.reshape(batch, num_k_heads, -1, count, head_v_dim).transpose(-1, -2)
-    by_key_head = by_key_head.reshape(batch, num_k_heads, -1, count)
-    new = (by_key_head @ (k * after if channel else k)).view_as(state)
-    return new.addcmul_(state, total.unsqueeze(2) if channel else total[..., None, None])
+    decay = total.unsqueeze(2) if channel else total[..., None, None]
+    if ring is None:
+        return state * decay
+    batch, num_v_heads, count, head_v_dim = ring.u.shape
+    num_k_heads = ring.k.shape[1]
+    k = torch.where(ring.live[:, None, :, None], ring.k, 0)
+    u = ring.u if channel else ring.u * after.unsqueeze(-1)
+    u = u.view(batch, num_k_heads, -1, count, head_v_dim).mT.reshape(batch, num_k_heads, -1, count)
+    new = (u @ (k * after if channel else k)).view_as(state)
+    return new.addcmul_(state, decay)
 
 
-def read_ring(
-    rows: Rows, cursors: list[int], ring_u: Tensor, ring_k: Tensor, ring_g: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rings in fp32, with zeros (no update, no decay) at and past each cursor."""
-    cursor = torch.tensor(cursors, device=ring_u.device)
-    live = torch.arange(ring_u.shape[2], device=ring_u.device) < cursor[:, None]
+def replayed_decays(ring_g: Tensor, g: Tensor) -> Tensor:
+    """``exp`` of the summed log decays from each record on, the current token's included.
+
+    The sums run from the newest back to the oldest: as differences of one running sum, a small decay behind a large
+    one would lose its digits. Entry 0 is the checkpoint's decay, entry j + 1 the decay of record j.
+
+    Args:
+        ring_g: ``[B, H, R]`` or ``[B, H, R, d_k]``, zero at and past the cursor.
+        g: ``[B, H]`` or ``[B, H, d_k]``.
+    """
+    return torch.cat([ring_g, g.unsqueeze(2)], dim=2).flip(2).cumsum(2).exp_().flip(2)
+
+
+def read_ring(rows: Rows, cursors: list[int], ring_u: Tensor, ring_k: Tensor, ring_g: Tensor) -> Ring:
+    """The records of some rows, with zeros where a sum would else meet what was never written."""
+    uniform = cursors.count(cursors[0]) == len(cursors)
+    prefixes = _prefixes(ring_u.shape[2], ring_u.device)
+    live = prefixes[cursors[0]].unsqueeze(0) if uniform else prefixes[cursors]
     mask = live[:, None, :, None]
-    u, k = (torch.where(mask, rows.read(r), 0).float() for r in (ring_u, ring_k))
-    g = torch.where(mask if ring_g.dim() == 4 else live[:, None], rows.read(ring_g), 0)
-    return u, k, g
+    u, k, g = (rows.read(ring) for ring in (ring_u, ring_k, ring_g))
+    g = torch.where(mask if g.dim() == 4 else live[:, None], g, 0)
+    return Ring(torch.where(mask, u, 0).float(), k.float(), g, live)
 
 
-def _to_value_heads(x: Tensor, group: int) -> Tensor:
-    """Repeat ``[B, H_k, ...]`` to ``[B, H_v, ...]``."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+@cache
+def _prefixes(capacity: int, device: torch.device) -> Tensor:
+    """Bool ``[R + 1, R]``; row h is True below h."""
+    return torch.ones(capacity + 1, capacity, dtype=torch.bool, device=device).tril(-1)

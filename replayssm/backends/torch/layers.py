@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from replayssm.backends.step import Step
 from replayssm.backends.torch.decode import decode
-from replayssm.recurrence import gdn_log_decay, inverse_norm, kda_log_decay, mamba2_time_step
+from replayssm.recurrence import gdn_log_decay, inverse_norm, kda_log_decay, mamba2_time_step, sigmoid, silu
 
 
 def gdn_decode(
@@ -59,14 +58,17 @@ def _delta_rule(
     qk_l2norm: bool,
     step: Step,
 ) -> Tensor:
-    beta = torch.sigmoid(b.float())
+    beta = sigmoid(b.float())
     if beta_scale != 1.0:
         beta = beta * beta_scale
+    x = torch.stack([q, k], dim=2).float()
+    k_norm = None
     if qk_l2norm:
-        q_factor, k_factor = inverse_norm(q.float()) * scale, inverse_norm(k.float())
-    else:
-        q_factor, k_factor = torch.full(q.shape[:2], scale, device=q.device), None
-    return decode("delta", q, k, v.float(), g, beta, q_factor, k_factor, step).to(v.dtype)
+        norm = inverse_norm(x)
+        x = x * norm.unsqueeze(-1)
+        k_norm = norm[:, :, 1]
+    y = decode("delta", x, k, v.float(), g, beta, k_norm, step)
+    return (y * scale).to(v.dtype)
 
 
 def mamba2_decode(
@@ -85,13 +87,13 @@ def mamba2_decode(
 ) -> Tensor:
     """Mamba-2."""
     bias = None if dt_bias is None else dt_bias.float()
-    delta = mamba2_time_step(dt.float(), bias, softplus=dt_softplus, limit=(dt_min, dt_max))
+    delta = mamba2_time_step(dt.float(), bias, use_softplus=dt_softplus, limit=(dt_min, dt_max))
     x32 = x.float()
-    y = decode("additive", C, B, delta.unsqueeze(-1) * x32, delta * A.float(), None, None, None, step)
+    y = decode("additive", C.float().unsqueeze(2), B, delta.unsqueeze(-1) * x32, delta * A.float(), None, None, step)
     if D is not None:
         y = y + D.float().unsqueeze(-1) * x32
     if z is not None:
-        y = y * F.silu(z.float())
-    if step.slots.numel() and int(step.slots.min()) < 0:
+        y = y * silu(z.float())
+    if D is not None or z is not None:
         y = torch.where((step.slots < 0)[:, None, None], 0, y)
     return y.to(x.dtype)

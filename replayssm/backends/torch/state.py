@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from replayssm.backends.torch.decode import read_ring, replay
+from replayssm.backends.torch.decode import fold, read_ring, replayed_decays
 from replayssm.backends.torch.rows import Rows
-from replayssm.recurrence import replayed_decays
 
 
 def read_state(
@@ -28,9 +27,10 @@ def read_state(
     state = Rows(rows.read(checkpoint_slot).tolist(), checkpoint.device).read(checkpoint)
     if not any(cursors):
         return state.to(torch.float32, copy=True)
-    u, k, g = read_ring(rows, cursors, ring_u, ring_k, ring_g)
-    total, after = replayed_decays(g)
-    return replay(state.float(), total, u, k, after)
+    ring = read_ring(rows, cursors, ring_u, ring_k, ring_g)
+    none = torch.zeros_like(ring.g[:, :, 0])  # there is no token after the records
+    decays = replayed_decays(ring.g, none)
+    return fold(state.float(), decays[:, :, 0], decays[:, :, 1:], ring)
 
 
 def materialize(
@@ -59,13 +59,19 @@ def advance(
     force_flush: Tensor | None,
 ) -> None:
     """See :func:`replayssm.ops.advance`."""
-    live = slots >= 0
-    index = slots[live].long()
-    cursor = write_pos[index]
+    host = slots.tolist()
+    live = [i for i, slot in enumerate(host) if slot >= 0]
+    if not live:
+        return
+    if len(live) < len(host):
+        slots = slots[live]
+        force_flush = None if force_flush is None else force_flush[live]
+    rows = Rows([host[i] for i in live], slots.device)
+    cursor = rows.read(write_pos)
     flush = cursor >= flush_period - 1
     if force_flush is not None:
-        flush = flush | force_flush[live].bool()
+        flush = flush | force_flush.bool()
     if counters is not None:
-        counters[index] += torch.stack([torch.ones_like(cursor), flush, cursor], dim=1)
-    write_pos[index] = torch.where(flush, 0, cursor + 1)
-    checkpoint_slot[index] = torch.where(flush, index.int(), checkpoint_slot[index])
+        rows.write(counters, rows.read(counters) + torch.stack([torch.ones_like(cursor), flush, cursor], dim=1))
+    rows.write(checkpoint_slot, torch.where(flush, slots, rows.read(checkpoint_slot)))
+    rows.write(write_pos, torch.where(flush, 0, cursor + 1))
