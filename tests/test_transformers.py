@@ -456,13 +456,47 @@ def test_a_cache_used_wrongly_says_so(models):
         forward(model, ids[:, :1], cache)
 
 
-def test_a_model_with_grad_enabled_decodes_without_a_graph(models):
-    model = replayssm.enable(models("bamba"))
+def test_gradients_flow_through_a_prefill_and_stop_at_decode(one_per_kind):
+    model, ids = one_per_kind, random_ids(1, 6)
+    weight = model.get_input_embeddings().weight
+
+    def prefill(cache):
+        logits = model(input_ids=ids, use_cache=True, **{cache_name(model): cache}).logits
+        return torch.autograd.grad(logits.square().sum(), weight)[0]
+
+    expected = prefill(new_cache(model))
+    replayssm.enable(model)
     cache = ReplayCache(model)
-    model(input_ids=random_ids(1, 6), use_cache=True, **{cache_name(model): cache})
-    model(input_ids=random_ids(1, 1), use_cache=True, **{cache_name(model): cache})
+    torch.testing.assert_close(prefill(cache), expected)
+    model(input_ids=ids[:, :1], use_cache=True, **{cache_name(model): cache})
     assert not any(t.requires_grad for t in cache.pool.state_args(0).values() if isinstance(t, torch.Tensor))
     assert not cache.pool.conv_state(0).requires_grad
+
+
+def test_without_a_cache_an_enabled_model_is_transformers_own(one_per_kind):
+    expected = generate(one_per_kind, prompts(), max_new_tokens=6)
+    replayssm.enable(one_per_kind)
+    assert generate(one_per_kind, prompts(), max_new_tokens=6, use_cache=False).tolist() == expected.tolist()
+    given = {cache_name(one_per_kind): new_cache(one_per_kind)}
+    assert generate(one_per_kind, prompts(), max_new_tokens=6, **given).tolist() == expected.tolist()
+    assert last_cache(one_per_kind) is None
+
+
+def test_speculation_is_refused_as_transformers_does(models):
+    model = replayssm.enable(models("qwen3_5"))
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        generate(model, prompts(), prompt_lookup_num_tokens=3)
+    replayssm.disable(model)
+
+
+def test_an_enabled_model_is_saved_as_any_other(models, tmp_path):
+    model = models("kimi_linear")
+    expected = generate(model, prompts(), max_new_tokens=8)
+    replayssm.enable(model).save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert generate(loaded, prompts(), max_new_tokens=8).tolist() == expected.tolist()
+    replayssm.enable(loaded)
+    assert generate(loaded, prompts(), max_new_tokens=8).tolist() == expected.tolist()
     replayssm.disable(model)
 
 

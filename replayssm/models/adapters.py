@@ -99,9 +99,9 @@ class GatedDeltaNet(Adapter):
         qkv, z, a, b = self.project(hidden)
         q, k, v = self.conv(qkv, conv_state, slots, state["backend"]).split(self.split, dim=-1)
         y = ops.gdn_decode(
-            q.unflatten(-1, (spec.num_k_heads, spec.head_k_dim)),
-            k.unflatten(-1, (spec.num_k_heads, spec.head_k_dim)),
-            v.unflatten(-1, (spec.num_v_heads, spec.head_v_dim)),
+            q.view(-1, spec.num_k_heads, spec.head_k_dim),
+            k.view(-1, spec.num_k_heads, spec.head_k_dim),
+            v.view(-1, spec.num_v_heads, spec.head_v_dim),
             a,
             b,
             A_log=mixer.A_log,
@@ -110,8 +110,8 @@ class GatedDeltaNet(Adapter):
             slots=slots,
             **state,
         )
-        gated = getattr(mixer, self.norm)(y.reshape(-1, spec.head_v_dim), z.reshape(-1, spec.head_v_dim))
-        return getattr(mixer, self.output)(gated.reshape(hidden.shape[0], -1))
+        gated = getattr(mixer, self.norm)(y.flatten(0, 1), z.reshape(-1, spec.head_v_dim))
+        return getattr(mixer, self.output)(gated.view(hidden.shape[0], -1))
 
 
 class Qwen3NextDeltaNet(GatedDeltaNet):
@@ -169,15 +169,15 @@ class KimiDeltaAttention(Adapter):
     def decode(self, hidden: Tensor, conv_state: Tensor, state: Mapping[str, Any], slots: Tensor) -> Tensor:
         """See :meth:`Adapter.decode`."""
         mixer, spec = self.mixer, self.spec
-        heads = (spec.num_v_heads, spec.head_v_dim)
+        heads = (-1, spec.num_v_heads, spec.head_v_dim)
         qkv = torch.cat([mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden)], dim=-1)
-        q, k, v = self.conv(qkv, conv_state, slots, state["backend"]).unflatten(-1, (3, *heads)).unbind(1)
+        q, k, v = (x.view(heads) for x in self.conv(qkv, conv_state, slots, state["backend"]).chunk(3, dim=-1))
         a, z = self.gates(hidden)
         y = ops.kda_decode(
             q,
             k,
             v,
-            a.unflatten(-1, heads),
+            a.view(heads),
             mixer.b_proj(hidden),
             A_log=mixer.forget_gate.A_log.flatten(),
             dt_bias=mixer.forget_gate.dt_bias,
@@ -185,7 +185,7 @@ class KimiDeltaAttention(Adapter):
             slots=slots,
             **state,
         )
-        return mixer.o_proj(mixer.o_norm(y, z.unflatten(-1, heads)).flatten(1))
+        return mixer.o_proj(mixer.o_norm(y, z.view(heads)).flatten(1))
 
 
 class BailingDeltaAttention(KimiDeltaAttention):
@@ -224,18 +224,18 @@ class Mamba2(Adapter):
         mixer, spec = self.mixer, self.spec
         z, xbc, dt = self.project(hidden).split(self.split, dim=-1)
         x, B, C = self.conv(xbc, conv_state, slots, state["backend"]).split(self.conv_split, dim=-1)
-        heads = (spec.num_v_heads, spec.head_v_dim)
+        heads = (-1, spec.num_v_heads, spec.head_v_dim)
         normed = not isinstance(mixer.norm, nn.Identity)
         # transformers applies time_step_limit in its chunked scan alone, never in its one-token step; to continue
         # its models as it does, no limit is given here.
         y = ops.mamba2_decode(
-            x.unflatten(-1, heads),
+            x.view(heads),
             dt,
-            B.unflatten(-1, (spec.num_k_heads, spec.head_k_dim)),
-            C.unflatten(-1, (spec.num_k_heads, spec.head_k_dim)),
+            B.view(-1, spec.num_k_heads, spec.head_k_dim),
+            C.view(-1, spec.num_k_heads, spec.head_k_dim),
             A=-mixer.A_log.float().exp(),
             D=mixer.D,
-            z=None if normed else z.unflatten(-1, heads),
+            z=None if normed else z.view(heads),
             dt_bias=mixer.dt_bias,
             slots=slots,
             **state,

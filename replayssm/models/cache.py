@@ -60,7 +60,7 @@ class ReplayLayer(LinearAttentionLayer):
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Append a window's inputs ``[B, C, T]``; returns them behind the kept ones, if there are any."""
-        window = conv_states.detach()
+        window = conv_states
         pool = self.cache.pool_for(window)
         if self.has_previous_state[0]:
             window = torch.cat([self.read_conv(), window], dim=-1)
@@ -68,7 +68,7 @@ class ReplayLayer(LinearAttentionLayer):
         keep = self.adapter.spec.conv_width - 1
         kept = window[..., max(0, window.shape[-1] - keep) :]
         kept = torch.nn.functional.pad(kept, (keep - kept.shape[-1], 0))
-        pool.conv_state(self.index)[self.cache.slot_index] = kept
+        pool.conv_state(self.index)[self.cache.slot_index] = kept.detach()
         return window
 
     def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
