@@ -71,6 +71,12 @@ def generate(
     """
     options = options or GenerateOptions()
     check_prompt(prompt)
+    ring_dtypes = ("auto", *dict.fromkeys(("float32", loaded.dtype)))
+    if options.ring_dtype not in ring_dtypes:
+        wanted = ", ".join(ring_dtypes)
+        raise InputError(
+            f"ring-dtype is {options.ring_dtype!r}: beside a {loaded.dtype} model it must be one of {wanted}"
+        )
     with quiet_libraries(), _prepared(loaded, options):
         inputs = _encode(loaded, prompt, chat=options.chat)
         prompt_tokens = inputs["input_ids"].shape[1]

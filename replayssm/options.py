@@ -10,6 +10,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 RING_DTYPES = ("auto", *STATE_DTYPES)
+MAX_RING_LEN = 4096  # a ring of d_k records takes more memory than the state: far longer ones are a mistake
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         _at_least("max-new-tokens", self.max_new_tokens, 1)
-        _at_least("ring-len", self.ring_len, 1)
+        if not 1 <= self.ring_len <= MAX_RING_LEN:
+            raise InputError(f"ring-len is {self.ring_len}: it must be from 1 to {MAX_RING_LEN}")
         _one_of("state-dtype", self.state_dtype, STATE_DTYPES)
         _one_of("ring-dtype", self.ring_dtype, RING_DTYPES)
         _one_of("backend", self.backend, BACKENDS)
@@ -61,9 +63,13 @@ class GenerateOptions:
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuse a prompt without any character."""
+    """Refuse a prompt without any character, or with bytes that are no text."""
     if not prompt:
         raise InputError("the prompt is empty: at least one character is wanted")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt is not text at character {error.start}: UTF-8 is wanted") from error
 
 
 def _at_least(name: str, value: int, least: int) -> None:
