@@ -77,6 +77,7 @@ def generate(
         raise InputError(
             f"ring-dtype is {options.ring_dtype!r}: beside a {loaded.dtype} model it must be one of {wanted}"
         )
+    layers = _recurrent_layers(loaded.model)
     with quiet_libraries(), _prepared(loaded, options):
         inputs = _encode(loaded, prompt, chat=options.chat)
         prompt_tokens = inputs["input_ids"].shape[1]
@@ -85,7 +86,7 @@ def generate(
         clock = _Clock(loaded.tokenizer, prompt_tokens, on_text)
         sequences = loaded.model.generate(**inputs, streamer=clock, use_cache=True)
         seconds = time.perf_counter() - clock.start
-        counters = _counters(loaded.model, options, new_tokens=sequences.shape[1] - prompt_tokens)
+        counters = _counters(loaded.model, options, layers, decode_steps=sequences.shape[1] - prompt_tokens - 1)
 
     token_ids: list[int] = sequences[0, prompt_tokens:].tolist()
     new_tokens = len(token_ids)
@@ -178,16 +179,21 @@ def _encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> dict[str, Tensor
     return {name: encoded[name].to(loaded.device) for name in ("input_ids", "attention_mask")}
 
 
-def _counters(model: Any, options: GenerateOptions, new_tokens: int) -> dict[str, Any]:
+def _recurrent_layers(model: Any) -> list[LayerSpec]:
+    try:
+        return [adapter.spec for adapter in find_adapters(model)]
+    except ValueError as error:
+        raise InputError(one_line(error, limit=400)) from error
+
+
+def _counters(model: Any, options: GenerateOptions, layers: list[LayerSpec], decode_steps: int) -> dict[str, Any]:
     if not options.replay:
-        return {"ring_len": 1, "backend": "transformers", "state_dtype": "float32"} | stepwise_counters(
-            [adapter.spec for adapter in find_adapters(model)], decode_steps=new_tokens - 1
-        )
+        settings = {"ring_len": 1, "backend": "transformers", "state_dtype": "float32"}
+        return settings | stepwise_counters(layers, decode_steps)
     cache = models.last_cache(model)
     assert cache is not None, "generate() of an enabled model makes a cache"
     pool = cache.require_pool()
-    settings = {"ring_len": pool.ring_len, "backend": pool.backend, "state_dtype": options.state_dtype}
-    return settings | pool.counters()
+    return {"ring_len": pool.ring_len, "backend": pool.backend, "state_dtype": options.state_dtype} | pool.counters()
 
 
 def stepwise_counters(layers: list[LayerSpec], decode_steps: int) -> dict[str, int]:

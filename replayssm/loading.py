@@ -98,8 +98,8 @@ def _choose_device(wanted: str, *, cuda: bool) -> str:
 def _load(load: Callable[[], T], what: str) -> T:
     try:
         return load()
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
-        # Whatever a broken or foreign folder makes transformers raise, the user's input is the cause.
+    except Exception as error:
+        # Whatever a broken or foreign folder makes transformers raise, what the user gave is the cause.
         raise InputError(f"the {what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
 
 
