@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -318,6 +319,26 @@ def test_same_row_same_bits_in_any_company(shape: str, state_dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_inputs_may_be_views_of_one_projection(kind: str, device: str) -> None:
+    """As layers hand them over: slices of a wider tensor, so rows don't follow each other in memory."""
+    layer = Layer(kind, 2, 2, 16, 32, device=device)
+    packed, apart = pool_for(layer, 4, ring_len=3), pool_for(layer, 4, ring_len=3)
+    slots = packed.slot_tensor(packed.alloc(3))
+    apart.alloc(3)
+    for _ in range(7):
+        inputs = layer.draw(3)
+        row = torch.cat([tensor.flatten(1) for tensor in inputs.values()], dim=1)
+        parts = row.split([tensor[0].numel() for tensor in inputs.values()], dim=1)
+        views = {n: p.unflatten(1, t.shape[1:]) for (n, t), p in zip(inputs.items(), parts, strict=True)}
+        assert not any(view.is_contiguous() for view in views.values())
+        mine = layer.decode(views, **packed.state_args(0), slots=slots)
+        assert torch.equal(mine, layer.decode(inputs, **apart.state_args(0), slots=slots))
+        packed.advance(slots)
+        apart.advance(slots)
+    assert torch.equal(packed.read_state(0, [0, 1, 2]), apart.read_state(0, [0, 1, 2]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_registered_correctly_with_torch_library(kind: str) -> None:
     """Schema, declared mutations and fake implementation, by torch's own checker."""
     layer = Layer(kind, 1, 1, 16, 16)
@@ -338,8 +359,10 @@ def test_registered_correctly_with_torch_library(kind: str) -> None:
     torch.library.opcheck(getattr(torch.ops.replayssm, op).default, (*head, *state), test_utils=utils)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiles_without_graph_breaks(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "compiler"), [*((kind, "aot_eager") for kind in KINDS), ("gdn", "inductor")])
+def test_compiles_without_graph_breaks(kind: str, compiler: str) -> None:
+    if compiler == "inductor" and not shutil.which("g++"):
+        pytest.skip("torch.compile for a CPU needs a C++ compiler")
     layer = Layer(kind, 1, 1, 16, 16)
 
     def run(decode: object) -> tuple[Tensor, Tensor]:
@@ -356,7 +379,7 @@ def test_compiles_without_graph_breaks(kind: str) -> None:
     def step(inputs: dict[str, Tensor], state: dict[str, object], slots: Tensor) -> Tensor:
         return layer.decode(inputs, **state, slots=slots) * 2
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=compiler)
     for mine, expected in zip(run(compiled), run(step), strict=True):
         assert torch.equal(mine, expected)
 

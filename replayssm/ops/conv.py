@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from replayssm.ops.checks import check_rank, check_slots_on_host, check_tensor
-from replayssm.ops.dispatch import LIBRARY, backend_module, resolve_backend
-
-LIBRARY.define(
-    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor slots, "
-    "str? activation, str backend) -> Tensor"
-)
+from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 
 
 def causal_conv1d_update(
@@ -57,9 +52,7 @@ def causal_conv1d_update(
     if activation not in ("silu", "swish", None):
         raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
     activation = "silu" if activation == "swish" else activation
-    return torch.ops.replayssm.causal_conv1d_update(
-        x, conv_state, weight, bias, slots, activation, resolve_backend(backend)
-    )
+    return call("causal_conv1d_update", x, conv_state, weight, bias, slots, activation, resolve_backend(backend))
 
 
 def _implementation(
@@ -75,9 +68,9 @@ def _implementation(
     return backend_module(backend).causal_conv1d_update(x, conv_state, weight, bias, slots, activation)
 
 
-LIBRARY.impl("causal_conv1d_update", _implementation, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("replayssm::causal_conv1d_update", lib=LIBRARY)
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
+register(
+    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor slots, "
+    "str? activation, str backend) -> Tensor",
+    _implementation,
+    lambda x, *_: x.new_empty(x.shape),
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from replayssm.backends.step import Step
@@ -16,23 +15,19 @@ from replayssm.ops.checks import (
     check_step,
     check_tensor,
 )
-from replayssm.ops.dispatch import LIBRARY, backend_module, resolve_backend
+from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 
 _STATE_SCHEMA = (
     "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, "
     "Tensor write_pos, Tensor checkpoint_slot, Tensor slots, int flush_period, Tensor? force_flush, str backend"
 )
-LIBRARY.define(
-    "gdn_decode(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, float beta_scale, "
-    f"float scale, bool qk_l2norm, {_STATE_SCHEMA}) -> Tensor"
-)
-LIBRARY.define(
-    "kda_decode(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, float? lower_bound, "
-    f"float beta_scale, float scale, bool qk_l2norm, {_STATE_SCHEMA}) -> Tensor"
-)
-LIBRARY.define(
-    "mamba2_decode(Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? z, Tensor? dt_bias, "
-    f"bool dt_softplus, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor"
+_GATE = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
+_DELTA = f"float beta_scale, float scale, bool qk_l2norm, {_STATE_SCHEMA}"
+_MAMBA2 = "Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus"
+_SCHEMAS = (
+    f"gdn_decode({_GATE}, {_DELTA}) -> Tensor",
+    f"kda_decode({_GATE}, float? lower_bound, {_DELTA}) -> Tensor",
+    f"mamba2_decode({_MAMBA2}, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor",
 )
 
 
@@ -95,8 +90,8 @@ def gdn_decode(
     check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
-    return torch.ops.replayssm.gdn_decode(
-        q, k, v, a, b, A_log, dt_bias, beta_scale, scale, qk_l2norm, *state, resolve_backend(backend)
+    return call(
+        "gdn_decode", q, k, v, a, b, A_log, dt_bias, beta_scale, scale, qk_l2norm, *state, resolve_backend(backend)
     )
 
 
@@ -162,8 +157,21 @@ def kda_decode(
     check_step(checkpoint, ring_k, slots, k.shape[0], flush_period, force_flush)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
-    return torch.ops.replayssm.kda_decode(
-        q, k, v, a, b, A_log, dt_bias, lower_bound, beta_scale, scale, qk_l2norm, *state, resolve_backend(backend)
+    return call(
+        "kda_decode",
+        q,
+        k,
+        v,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        lower_bound,
+        beta_scale,
+        scale,
+        qk_l2norm,
+        *state,
+        resolve_backend(backend),
     )
 
 
@@ -229,8 +237,8 @@ def mamba2_decode(
         raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")
     check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
-    return torch.ops.replayssm.mamba2_decode(
-        x, dt, B, C, A, D, z, dt_bias, dt_softplus, dt_min, dt_max, *state, resolve_backend(backend)
+    return call(
+        "mamba2_decode", x, dt, B, C, A, D, z, dt_bias, dt_softplus, dt_min, dt_max, *state, resolve_backend(backend)
     )
 
 
@@ -253,8 +261,9 @@ def _check_qkv(
         check_tensor(name, tensor, (v.shape[0], ring_k.shape[1], d_k), dims[0], (v.dtype,), device)
 
 
-def _register(name: str) -> None:
+def _register(schema: str) -> None:
     """Register the operator: the call goes to the same function of the chosen backend."""
+    name = schema.partition("(")[0]
 
     def implementation(*args: Any) -> Tensor:
         *inputs, checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, period, forced, backend = args
@@ -266,9 +275,8 @@ def _register(name: str) -> None:
         like = args[0 if name == "mamba2_decode" else 2]
         return like.new_empty(like.shape)
 
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"replayssm::{name}", fake, lib=LIBRARY)
+    register(schema, implementation, fake)
 
 
-for _name in ("gdn_decode", "kda_decode", "mamba2_decode"):
-    _register(_name)
+for _schema in _SCHEMAS:
+    _register(_schema)

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from replayssm.backends import torch as torch_backend
 
 BACKENDS = ("torch", "triton", "cuda")
 
-#: Operators are defined here as ``torch.ops.replayssm.<name>``; each file of this folder adds its own.
-LIBRARY = torch.library.Library("replayssm", "DEF")
+_LIBRARY = torch.library.Library("replayssm", "DEF")
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+
+
+def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define ``torch.ops.replayssm.<name>``.
+
+    Args:
+        schema: torch's schema, with the mutated arguments marked.
+        implementation: what runs, on tensors of any device.
+        fake: returns an empty tensor of the right shape.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"replayssm::{name}", fake, lib=_LIBRARY)
+    _IMPLEMENTATIONS[name] = implementation
+
+
+def call(name: str, first: Tensor, *args: Any) -> Any:
+    """Run an operator.
+
+    Through torch's dispatcher where something may want to see the operator (autograd, compilation, fake tensors).
+    Otherwise straight, which saves the time of about ten small tensor operations (27 µs measured on a CPU).
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(first) is not Tensor:
+        return getattr(torch.ops.replayssm, name)(first, *args)
+    return _IMPLEMENTATIONS[name](first, *args)
 
 
 def unavailable_reason(backend: str) -> str | None:

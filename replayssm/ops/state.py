@@ -8,20 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm.ops.checks import check_slots_on_host, check_state, check_tensor
-from replayssm.ops.dispatch import LIBRARY, backend_module, resolve_backend
-
-LIBRARY.define(
-    "read_state(Tensor checkpoint, Tensor ring_u, Tensor ring_k, Tensor ring_g, Tensor write_pos, "
-    "Tensor checkpoint_slot, Tensor slots, str backend) -> Tensor"
-)
-LIBRARY.define(
-    "materialize(Tensor(a!) checkpoint, Tensor ring_u, Tensor ring_k, Tensor ring_g, Tensor write_pos, "
-    "Tensor checkpoint_slot, Tensor src, Tensor dst, str backend) -> ()"
-)
-LIBRARY.define(
-    "advance(Tensor(a!) write_pos, Tensor(b!) checkpoint_slot, Tensor(c!)? counters, Tensor slots, int flush_period, "
-    "Tensor? force_flush, str backend) -> ()"
-)
+from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 
 
 def read_state(
@@ -50,7 +37,7 @@ def read_state(
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
     check_state(*state, channel=ring_g.dim() == 4)
     check_tensor("slots", slots, (slots.numel(),), "[M]", (torch.int32,), checkpoint.device)
-    return torch.ops.replayssm.read_state(*state, slots, resolve_backend(backend))
+    return call("read_state", *state, slots, resolve_backend(backend))
 
 
 def materialize(
@@ -81,7 +68,7 @@ def materialize(
     check_state(*state, channel=ring_g.dim() == 4)
     check_tensor("src", src, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
     check_tensor("dst", dst, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
-    torch.ops.replayssm.materialize(*state, src, dst, resolve_backend(backend))
+    call("materialize", *state, src, dst, resolve_backend(backend))
 
 
 def advance(
@@ -120,9 +107,7 @@ def advance(
         check_tensor("counters", counters, (*slot_count, 3), "[N, 3]", (torch.int64,), device)
     if flush_period < 1:
         raise ValueError(f"flush_period is {flush_period}: a number of at least 1 is wanted")
-    torch.ops.replayssm.advance(
-        write_pos, checkpoint_slot, counters, slots, flush_period, force_flush, resolve_backend(backend)
-    )
+    call("advance", write_pos, checkpoint_slot, counters, slots, flush_period, force_flush, resolve_backend(backend))
 
 
 def _read_state(*args: Any) -> Tensor:
@@ -160,17 +145,21 @@ def check_folded_slots(name: str, slots: Tensor, num_slots: int) -> None:
                 raise ValueError(f"{name} holds {bad}: slots from 0 to N - 1 = {num_slots - 1} are wanted")
 
 
-LIBRARY.impl("read_state", _read_state, "CompositeExplicitAutograd")
-LIBRARY.impl("materialize", _materialize, "CompositeExplicitAutograd")
-LIBRARY.impl("advance", _advance, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("replayssm::read_state", lib=LIBRARY)
-def _read_state_fake(checkpoint: Tensor, *args: Any) -> Tensor:
-    return checkpoint.new_empty((args[5].shape[0], *checkpoint.shape[1:]), dtype=torch.float32)
-
-
-@torch.library.register_fake("replayssm::materialize", lib=LIBRARY)
-@torch.library.register_fake("replayssm::advance", lib=LIBRARY)
-def _changes_only(*_: Any) -> None:
-    return None
+register(
+    "read_state(Tensor checkpoint, Tensor ring_u, Tensor ring_k, Tensor ring_g, Tensor write_pos, "
+    "Tensor checkpoint_slot, Tensor slots, str backend) -> Tensor",
+    _read_state,
+    lambda checkpoint, *rest: checkpoint.new_empty((len(rest[5]), *checkpoint.shape[1:]), dtype=torch.float32),
+)
+register(
+    "materialize(Tensor(a!) checkpoint, Tensor ring_u, Tensor ring_k, Tensor ring_g, Tensor write_pos, "
+    "Tensor checkpoint_slot, Tensor src, Tensor dst, str backend) -> ()",
+    _materialize,
+    lambda *_: None,
+)
+register(
+    "advance(Tensor(a!) write_pos, Tensor(b!) checkpoint_slot, Tensor(c!)? counters, Tensor slots, int flush_period, "
+    "Tensor? force_flush, str backend) -> ()",
+    _advance,
+    lambda *_: None,
+)

@@ -65,8 +65,8 @@ def decode(
 
     rows = Rows(slots, x.device)
     cursors = rows.read(step.write_pos).tolist()
-    source = Rows(rows.read(step.checkpoint_slot).tolist(), x.device)
-    state = source.read(step.checkpoint).float()
+    source = rows.read(step.checkpoint_slot).tolist()
+    state = (rows if source == slots else Rows(source, x.device)).read(step.checkpoint).float()
     ring = read_ring(rows, cursors, step.ring_u, step.ring_k, step.ring_g) if any(cursors) else None
 
     batch, num_k_heads, columns, head_k_dim = x.shape
@@ -81,30 +81,28 @@ def decode(
     sx = torch.bmm(decayed.flatten(0, 1), state.reshape(pairs, -1, head_k_dim).mT)
     sx = sx.view(pairs, columns, group, head_v_dim).transpose(1, 2)
     if not channel:
-        sx = sx * total.reshape(pairs, group, 1, 1)
+        sx *= total.reshape(pairs, group, 1, 1)
     if ring is not None:
         scores = torch.matmul(x, (ring.k * after if channel else ring.k).mT)
         scores = torch.where(ring.live[:, None, None], scores, 0).view(pairs, 1, columns, -1)
         if not channel:
             scores = scores * after.reshape(pairs, group, 1, -1)
-        sx = sx + torch.bmm(scores.flatten(0, 1), ring.u.flatten(0, 1)).view(pairs, group, columns, -1)
+        sx += torch.bmm(scores.flatten(0, 1), ring.u.flatten(0, 1)).view(pairs, group, columns, -1)
 
-    u = v.view(pairs, group, head_v_dim)
+    u = v.reshape(pairs, group, head_v_dim)
     q = x[:, :, 0]
     if rule == "delta":
         assert beta is not None
-        u = beta.view(pairs, group, 1) * (u - sx[:, :, 1])
+        u = beta.reshape(pairs, group, 1) * (u - sx[:, :, 1])
         kq = (q * x[:, :, 1]).sum(-1)
     else:
         kq = (q * k.float()).sum(-1)
-    y = torch.addcmul(sx[:, :, 0], u, kq.view(pairs, 1, 1)).view(v.shape)
+    y = torch.addcmul(sx[:, :, 0], u, kq.reshape(pairs, 1, 1)).reshape(v.shape)
     if k_norm is not None:
         u = u * k_norm.reshape(pairs, 1, 1)
-    u = u.view(v.shape)
+    u = u.reshape(v.shape)
 
-    flush = [h >= step.flush_period - 1 for h in cursors]
-    if step.force_flush is not None:
-        flush = [natural or bool(forced) for natural, forced in zip(flush, step.force_flush.tolist(), strict=True)]
+    flush = flushing_rows(cursors, step.flush_period, step.force_flush)
     if not any(flush):
         append(rows, cursors, step, u, k, g)
     elif all(flush):
@@ -125,6 +123,14 @@ def decode(
         new = flushed_state(state[flushing], total[flushing], after[flushing], ring, u[flushing], k[flushing])
         Rows([slots[i] for i in flushing], x.device).write(step.checkpoint, new)
     return y
+
+
+def flushing_rows(cursors: list[int], flush_period: int, force_flush: Tensor | None) -> list[bool]:
+    """Which rows fold their records and the current token into the checkpoint."""
+    flush = [cursor >= flush_period - 1 for cursor in cursors]
+    if force_flush is None:
+        return flush
+    return [natural or bool(forced) for natural, forced in zip(flush, force_flush.tolist(), strict=True)]
 
 
 def append(rows: Rows, cursors: list[int], step: Step, u: Tensor, k: Tensor, g: Tensor) -> None:

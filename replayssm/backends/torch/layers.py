@@ -60,7 +60,7 @@ def _delta_rule(
 ) -> Tensor:
     beta = sigmoid(b.float())
     if beta_scale != 1.0:
-        beta = beta * beta_scale
+        beta.mul_(beta_scale)
     x = torch.stack([q, k], dim=2).float()
     k_norm = None
     if qk_l2norm:
@@ -68,7 +68,7 @@ def _delta_rule(
         x = x * norm.unsqueeze(-1)
         k_norm = norm[:, :, 1]
     y = decode("delta", x, k, v.float(), g, beta, k_norm, step)
-    return (y * scale).to(v.dtype)
+    return y.mul_(scale).to(v.dtype)
 
 
 def mamba2_decode(

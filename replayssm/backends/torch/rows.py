@@ -24,19 +24,21 @@ class Rows:
 
     def read(self, pool: Tensor) -> Tensor:
         """Rows of ``pool`` ``[N, ...]`` as ``[B, ...]``; may be a view."""
-        return pool.index_select(0, self.index) if self.run is None else pool[self.run]
+        if self.run is None:
+            return pool.index_select(0, self.index)
+        return pool if self.run == slice(0, pool.shape[0]) else pool[self.run]
 
     def write(self, pool: Tensor, values: Tensor) -> None:
         """Store ``values`` ``[B, ...]`` in the rows of ``pool`` ``[N, ...]``, rounded to its dtype."""
         if self.run is None:
             pool[self.index] = values.to(pool.dtype)
         else:
-            pool[self.run] = values
+            self.read(pool).copy_(values)
 
     def append(self, ring: Tensor, positions: list[int], values: Tensor) -> None:
         """Store ``values`` ``[B, H, ...]`` at one position per row of ``ring`` ``[N, H, R, ...]``."""
         if self.run is not None and positions.count(positions[0]) == len(positions):
-            ring[self.run, :, positions[0]] = values
+            self.read(ring).select(2, positions[0]).copy_(values)
         else:
             at = torch.tensor(positions, device=self.device)
             ring[self.index, :, at] = values.to(ring.dtype)

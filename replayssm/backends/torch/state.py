@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from replayssm.backends.torch.decode import fold, read_ring, replayed_decays
+from replayssm.backends.torch.decode import flushing_rows, fold, read_ring, replayed_decays
 from replayssm.backends.torch.rows import Rows
 
 
@@ -67,11 +67,14 @@ def advance(
         slots = slots[live]
         force_flush = None if force_flush is None else force_flush[live]
     rows = Rows([host[i] for i in live], slots.device)
-    cursor = rows.read(write_pos)
-    flush = cursor >= flush_period - 1
-    if force_flush is not None:
-        flush = flush | force_flush.bool()
+    cursors = rows.read(write_pos).tolist()
+    flush = flushing_rows(cursors, flush_period, force_flush)
+    moved = [0 if flushes else cursor + 1 for cursor, flushes in zip(cursors, flush, strict=True)]
+    rows.write(write_pos, torch.tensor(moved, dtype=torch.int32, device=slots.device))
+    if any(flush):
+        own = [slot for slot, flushes in zip(rows.slots, flush, strict=True) if flushes]
+        flushed = Rows(own, slots.device)
+        flushed.write(checkpoint_slot, flushed.index.int())
     if counters is not None:
-        rows.write(counters, rows.read(counters) + torch.stack([torch.ones_like(cursor), flush, cursor], dim=1))
-    rows.write(checkpoint_slot, torch.where(flush, slots, rows.read(checkpoint_slot)))
-    rows.write(write_pos, torch.where(flush, 0, cursor + 1))
+        counted = [[1, int(flushes), cursor] for cursor, flushes in zip(cursors, flush, strict=True)]
+        rows.write(counters, rows.read(counters) + torch.tensor(counted, device=slots.device))
