@@ -111,11 +111,12 @@ def generate(
 
     from replayssm.generate import check_backend
     from replayssm.generate import generate as run_generate
-    from replayssm.loading import load_model
+    from replayssm.loading import load_model, use_fitting_threads
 
     check_backend(options)
     out = sys.stdout
     loaded = load_model(name, load_options)
+    use_fitting_threads(loaded)
     result = run_generate(loaded, text, options, on_text=_writer(out) if stream else None)
     if as_json:
         typer.echo(json.dumps(result.model_dump()))

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from replayssm import bundled
 from replayssm.generate import GenerateResult, generate
-from replayssm.loading import load_model
+from replayssm.loading import load_model, use_fitting_threads
 from replayssm.options import GenerateOptions
 
 PROMPT = "The Python standard library "
@@ -26,11 +25,10 @@ def run_demo(options: GenerateOptions, console: Console) -> bool:
     for column in ("path", "decode tokens/s", "flushes", "state bytes written", "of stepwise", "tokens"):
         table.add_column(column, justify="left" if column == "path" else "right")
 
-    # Models this small don't gain from threads, and on a busy machine threads that wait for each other cost much.
-    torch.set_num_threads(1)
     equal = True
     for name in bundled.names():
         loaded = load_model(name)
+        use_fitting_threads(loaded)
         for replay in (False, True):  # the first steps of a process are slower
             generate(loaded, PROMPT, replace(options, replay=replay, max_new_tokens=4))
         stepwise = generate(loaded, PROMPT, replace(options, replay=False))
