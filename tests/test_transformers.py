@@ -302,6 +302,36 @@ def test_enable_again_changes_the_settings(models):
     replayssm.disable(model)
 
 
+def test_a_part_of_a_model_may_be_enabled_before_the_whole(models):
+    model, inputs = models("qwen3_5"), prompts()
+    before, expected = snapshot(model), generate(model, inputs)
+    replayssm.enable(model.model)
+    replayssm.enable(model)
+    assert generate(model, inputs).tolist() == expected.tolist()
+    replayssm.disable(model)
+    replayssm.disable(model.model)
+    assert snapshot(model) == before
+
+
+def test_a_forward_of_the_instance_is_called_and_restored(models):
+    """As accelerate leaves one on each module that it places."""
+    model, inputs, calls = models("qwen3_5"), prompts(), []
+    mixer = next(m for m in model.modules() if type(m).__name__ == "Qwen3_5GatedDeltaNet")
+    expected, own = generate(model, inputs), mixer.forward
+
+    def hooked(*args, **kwargs):
+        calls.append(args[0].shape[1] if args else kwargs["hidden_states"].shape[1])
+        return own(*args, **kwargs)
+
+    mixer.forward = hooked
+    replayssm.enable(model)
+    assert generate(model, inputs).tolist() == expected.tolist()
+    assert calls == [inputs["input_ids"].shape[1]]
+    replayssm.disable(model)
+    assert vars(mixer)["forward"] is hooked
+    del mixer.forward
+
+
 def test_a_copy_of_an_enabled_model_is_its_own(models):
     model, inputs = models("qwen3_5"), prompts()
     expected = generate(model, inputs)

@@ -58,6 +58,7 @@ def enable(
     disable(model)
     for adapter in adapters:
         mixer = adapter.mixer
+        _release(mixer)  # it may have been enabled as a part of another model
         on_cpu = without_gpu_kernels(mixer)
         setattr(mixer, ATTRIBUTE, MixerBinding(_override(mixer, "forward", _mixer_forward), on_cpu))
     previous = None
@@ -76,8 +77,7 @@ def disable(model: Model) -> Model:
     binding = binding_of(model)
     if binding is not None:
         for adapter in binding.adapters:
-            _restore(adapter.mixer, "forward", binding_of(adapter.mixer).previous)
-            delattr(adapter.mixer, ATTRIBUTE)
+            _release(adapter.mixer)
         if _PREPARE in vars(model):
             _restore(model, _PREPARE, binding.previous)
         delattr(model, ATTRIBUTE)
@@ -130,6 +130,13 @@ def _prepare_cache_for_generation(
         if isinstance(cache, ReplayCache):
             binding.last_cache = cache
     return result
+
+
+def _release(mixer: nn.Module) -> None:
+    binding = binding_of(mixer)
+    if binding is not None:
+        _restore(mixer, "forward", binding.previous)
+        delattr(mixer, ATTRIBUTE)
 
 
 def _override(module: nn.Module, name: str, function: Any) -> Any:
