@@ -1,18 +1,27 @@
-"""One decode step of one layer at released models' shapes: replay (averaged over a flush period) against transformers.
+"""One decode step of one layer at released models' shapes, on a CPU: replay against transformers' own step.
 
-Usage: python -m benchmarks.decode_step [--batch 1 4] [--threads 1] [--seconds 1.0]
+The two take turns call by call, so that both see the same machine. Replay's calls run through whole flush periods.
+
+Usage: python -m benchmarks.decode_step [--batch 1 8] [--threads 1] [--periods 8] [--output FILE]
 """
 
 import argparse
 import json
+import platform
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
@@ -39,6 +48,9 @@ SHAPES = (
     Shape("Kimi-Linear-48B-A3B", "kda", LayerSpec("channel", "delta", 32, 32, 128, 128)),
     Shape("Nemotron-3-Nano-30B", "mamba2", LayerSpec("head", "additive", 8, 64, 128, 64)),
     Shape("Falcon-H1-1.5B", "mamba2", LayerSpec("head", "additive", 1, 48, 256, 64)),
+    Shape("qwen3_5-tiny", "gdn", LayerSpec("head", "delta", 2, 4, 64, 64)),
+    Shape("kimi_linear-tiny", "kda", LayerSpec("channel", "delta", 4, 4, 64, 64)),
+    Shape("granite_hybrid-tiny", "mamba2", LayerSpec("head", "additive", 2, 6, 64, 64)),
 )
 
 
@@ -106,19 +118,15 @@ def mamba2_steps(spec: LayerSpec, batch: int, pool: ReplayPool, slots: torch.Ten
 STEPS = {"gdn": gdn_steps, "kda": kda_steps, "mamba2": mamba2_steps}
 
 
-def milliseconds(step: Step, seconds: float) -> float:
-    """Mean time of one call, over about `seconds` after a warm-up."""
-    for _ in range(3):
-        step()
-    calls, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        step()
-        calls += 1
-    return (time.perf_counter() - start) / calls * 1e3
+def timed(step: Step) -> float:
+    """Microseconds of one call."""
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e6
 
 
-def measure(shape: Shape, batch: int, ring_len: int, seconds: float) -> dict[str, Any]:
-    """One row of the table."""
+def measure(shape: Shape, batch: int, ring_len: int, periods: int) -> list[dict[str, Any]]:
+    """One row for transformers and one for replay. A layer's share of moving the cursors is in replay's time."""
     pool = ReplayPool([shape.spec], batch, ring_len=ring_len)
     slots = pool.slot_tensor(pool.alloc(batch))
     upstream, replay = STEPS[shape.kind](shape.spec, batch, pool, slots)
@@ -128,43 +136,80 @@ def measure(shape: Shape, batch: int, ring_len: int, seconds: float) -> dict[str
         pool.advance(slots)
 
     with torch.inference_mode():
-        theirs, ours = milliseconds(upstream, seconds), milliseconds(replay_and_advance, seconds)
+        for step in (upstream, replay_and_advance):
+            for _ in range(ring_len):
+                step()
+        times = [(timed(upstream), timed(replay_and_advance)) for _ in range(periods * ring_len)]
+    spec = shape.spec
+    rows = []
+    for contender, microseconds in zip(
+        ("transformers/torch", "replayssm/torch"), zip(*times, strict=True), strict=True
+    ):
+        tenths = quantiles(microseconds, n=10)
+        rows.append(
+            {
+                "op": f"{shape.kind}_decode",
+                "contender": contender,
+                "model": shape.name,
+                "shape": f"k{spec.num_k_heads} v{spec.num_v_heads} {spec.head_v_dim}x{spec.head_k_dim}",
+                "batch": batch,
+                "state_dtype": "float32",
+                "ring_len": ring_len,
+                "window": 1,
+                "us": round(tenths[4], 1),
+                "us_mean": round(sum(microseconds) / len(microseconds), 1),
+                "us_p10": round(tenths[0], 1),
+                "us_p90": round(tenths[8], 1),
+            }
+        )
+    return rows
+
+
+def meta(threads: int) -> dict[str, Any]:
+    """Where and with what the numbers were taken."""
+    command = ("git", "rev-parse", "--short", "HEAD")
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
     return {
-        "model": shape.name,
-        "kind": shape.kind,
-        "batch": batch,
-        "ring_len": ring_len,
-        "transformers_ms": round(theirs, 3),
-        "replay_ms": round(ours, 3),
-        "speedup": round(theirs / ours, 2),
+        "cpu": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": git.stdout.strip(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--ring-len", type=int, nargs="+", default=[16])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=1.0, help="time for each measurement")
-    parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
+    parser.add_argument("--periods", type=int, default=8, help="flush periods for each measurement")
+    parser.add_argument("--output", type=Path, help="write the results to this JSON file, too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
 
-    rows = [
-        measure(shape, batch, ring_len, options.seconds)
-        for shape in SHAPES
-        for batch in options.batch
-        for ring_len in options.ring_len
-    ]
-    if options.json:
-        for row in rows:
-            print(json.dumps(row))
-        return
-    table = Table(*rows[0], title=f"one decode step on a CPU, float32, {options.threads} threads")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=110).print(table)
+    rows: list[dict[str, Any]] = []
+    table = Table(
+        *("model", "shape", "batch", "L", "transformers µs", "replay µs", "ratio", "ratio of means"),
+        title=f"one decode step of one layer, CPU, float32 state, {options.threads} threads",
+    )
+    for shape in track(SHAPES, console=Console(stderr=True), transient=True):
+        for batch in options.batch:
+            for ring_len in options.ring_len:
+                theirs, ours = pair = measure(shape, batch, ring_len, options.periods)
+                rows += pair
+                ratios = (f"{theirs[key] / ours[key]:.2f}" for key in ("us", "us_mean"))
+                table.add_row(
+                    shape.name, ours["shape"], str(batch), str(ring_len), f"{theirs['us']}", f"{ours['us']}", *ratios
+                )
+    Console(width=120).print(table)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        options.output.write_text(f'{{"meta": {json.dumps(meta(options.threads))},\n "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

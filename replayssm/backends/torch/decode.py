@@ -75,53 +75,53 @@ def decode(
     channel = g.dim() == 3
 
     decays = g.exp().unsqueeze(2) if ring is None else replayed_decays(ring.g, g)
-    total, after = decays[:, :, 0], decays[:, :, 1:]
+    x = x.reshape(pairs, columns, head_k_dim)
+    if channel:
+        total, after = decays[:, :, :1].flatten(0, 1), decays[:, :, 1:].flatten(0, 1)  # [pairs, 1 or R, d_k]
+    else:
+        per_head = decays.view(pairs, group, 1, -1)
+        total, after = per_head[..., :1], per_head[..., 1:]  # [pairs, G, 1, 1 or R]
 
-    decayed = x * total.unsqueeze(2) if channel else x
-    sx = torch.bmm(decayed.flatten(0, 1), state.reshape(pairs, -1, head_k_dim).mT)
+    sx = torch.bmm(x * total if channel else x, state.reshape(pairs, -1, head_k_dim).mT)
     sx = sx.view(pairs, columns, group, head_v_dim).transpose(1, 2)
     if not channel:
-        sx *= total.reshape(pairs, group, 1, 1)
+        sx *= total
     if ring is not None:
-        scores = torch.matmul(x, (ring.k * after if channel else ring.k).mT)
-        scores = torch.where(ring.live[:, None, None], scores, 0).view(pairs, 1, columns, -1)
-        if not channel:
-            scores = scores * after.reshape(pairs, group, 1, -1)
-        sx += torch.bmm(scores.flatten(0, 1), ring.u.flatten(0, 1)).view(pairs, group, columns, -1)
+        ring_k = ring.k.reshape(pairs, -1, head_k_dim)
+        scores = torch.bmm(x, (ring_k * after if channel else ring_k).mT).unsqueeze(1)
+        written = ring.live if len(ring.live) == 1 else ring.live.repeat_interleave(num_k_heads, dim=0)
+        scores = torch.where(written[:, None, None], scores if channel else scores * after, 0)
+        sx += torch.bmm(scores.flatten(0, 1), ring.u.flatten(0, 1)).view(pairs, group, columns, head_v_dim)
 
     u = v.reshape(pairs, group, head_v_dim)
-    q = x[:, :, 0]
     if rule == "delta":
         assert beta is not None
-        u = beta.reshape(pairs, group, 1) * (u - sx[:, :, 1])
-        kq = (q * x[:, :, 1]).sum(-1)
+        sq, sk = sx.unbind(2)
+        u = (u - sk) * beta.reshape(pairs, group, 1)
+        kq = (x[:, :1] * x[:, 1:]).sum(-1, keepdim=True)
     else:
-        kq = (q * k.float()).sum(-1)
-    y = torch.addcmul(sx[:, :, 0], u, kq.reshape(pairs, 1, 1)).reshape(v.shape)
+        sq = sx[:, :, 0]
+        kq = (x * k.reshape(pairs, 1, head_k_dim)).sum(-1, keepdim=True)
+    y = torch.addcmul(sq, u, kq).view(v.shape)
     if k_norm is not None:
         u = u * k_norm.reshape(pairs, 1, 1)
-    u = u.reshape(v.shape)
+    u = u.view(v.shape)
 
     flush = flushing_rows(cursors, step.flush_period, step.force_flush)
     if not any(flush):
         append(rows, cursors, step, u, k, g)
     elif all(flush):
-        rows.write(step.checkpoint, flushed_state(state, total, after, ring, u, k))
+        rows.write(step.checkpoint, flushed_state(state, decays, ring, u, k))
     else:
         keeping = [i for i, flushes in enumerate(flush) if not flushes]
-        flushing = [i for i, flushes in enumerate(flush) if flushes]
         kept = Rows([slots[i] for i in keeping], x.device)
         append(kept, [cursors[i] for i in keeping], step, u[keeping], k[keeping], g[keeping])
+        flushing = [i for i, flushes in enumerate(flush) if flushes]
+        flushed = Rows([slots[i] for i in flushing], x.device)
         if ring is not None:
-            ring = read_ring(
-                Rows([slots[i] for i in flushing], x.device),
-                [cursors[i] for i in flushing],
-                step.ring_u,
-                step.ring_k,
-                step.ring_g,
-            )
-        new = flushed_state(state[flushing], total[flushing], after[flushing], ring, u[flushing], k[flushing])
-        Rows([slots[i] for i in flushing], x.device).write(step.checkpoint, new)
+            ring = read_ring(flushed, [cursors[i] for i in flushing], step.ring_u, step.ring_k, step.ring_g)
+        new = flushed_state(state[flushing], decays[flushing], ring, u[flushing], k[flushing])
+        flushed.write(step.checkpoint, new)
     return y
 
 
@@ -139,25 +139,25 @@ def append(rows: Rows, cursors: list[int], step: Step, u: Tensor, k: Tensor, g: 
         rows.append(ring, cursors, value)
 
 
-def flushed_state(state: Tensor, total: Tensor, after: Tensor, ring: Ring | None, u: Tensor, k: Tensor) -> Tensor:
+def flushed_state(state: Tensor, decays: Tensor, ring: Ring | None, u: Tensor, k: Tensor) -> Tensor:
     """Checkpoint, committed records and the current record (u, k) folded into one state."""
     batch, num_v_heads, head_v_dim, _ = state.shape
-    new = fold(state, total, after, ring)
+    new = fold(state, decays, ring)
     outer = new.view(batch, k.shape[1], -1, head_v_dim, k.shape[2])
     u = u.view(batch, k.shape[1], -1, head_v_dim, 1)
     return outer.addcmul_(u, k.float()[:, :, None, None, :]).view_as(new)
 
 
-def fold(state: Tensor, total: Tensor, after: Tensor, ring: Ring | None) -> Tensor:
+def fold(state: Tensor, decays: Tensor, ring: Ring | None) -> Tensor:
     """``S_c exp(G_h) + Σ_j u_j (k_j exp(G_h − G_j))ᵀ``, a new tensor.
 
     Args:
         state: fp32 ``[B, H_v, d_v, d_k]``.
-        total: ``exp(G_h)``, ``[B, H_v]`` or ``[B, H_v, d_k]``.
-        after: ``exp(G_h − G_j)``, ``[B, H_v, R]`` or ``[B, H_v, R, d_k]``.
+        decays: of checkpoint and records, see :func:`replayed_decays`.
         ring: records, None if there are none.
     """
-    channel = after.dim() == 4
+    channel = decays.dim() == 4
+    total, after = decays[:, :, 0], decays[:, :, 1:]
     decay = total.unsqueeze(2) if channel else total[..., None, None]
     if ring is None:
         return state * decay

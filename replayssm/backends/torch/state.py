@@ -29,8 +29,7 @@ def read_state(
         return state.to(torch.float32, copy=True)
     ring = read_ring(rows, cursors, ring_u, ring_k, ring_g)
     none = torch.zeros_like(ring.g[:, :, 0])  # there is no token after the records
-    decays = replayed_decays(ring.g, none)
-    return fold(state.float(), decays[:, :, 0], decays[:, :, 1:], ring)
+    return fold(state.float(), replayed_decays(ring.g, none), ring)
 
 
 def materialize(
