@@ -1,0 +1,142 @@
+"""The documents are true: their commands run, the output that they show is what comes, their Python works."""
+
+import doctest
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from replayssm import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    document: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(path.name, line, match[1], match[2]))
+    return [block for block in found if block.language in languages]
+
+
+def commands() -> list[tuple[str, str]]:
+    lines = [(str(block), line) for block in blocks("sh") for line in block.text.splitlines()]
+    return [(where, line) for where, line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.fixture
+def run(capfd):
+    """Run a document's command line: gives exit code, standard output and standard error."""
+
+    def run_command(command: str) -> tuple[int, str, str]:
+        program, *args = shlex.split(command)
+        if program == "replayssm" and "|" not in args:
+            capfd.readouterr()  # in this process, which has imported transformers already
+            return cli.run(args), *capfd.readouterr()
+        command = re.sub(
+            r"\breplayssm (?=generate|doctor|demo)", f"{shlex.quote(sys.executable)} -m replayssm ", command
+        )
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    return run_command
+
+
+@pytest.mark.parametrize(("where", "command"), commands())
+def test_a_command_of_the_documents_runs(run, where, command):
+    code, _, err = run(command)
+    assert code == 0, f"{where}: {err}"
+
+
+def shown_runs() -> list[tuple[str, str, str]]:
+    """Command and output that a console block shows."""
+    shown = []
+    for block in blocks("console"):
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            shown.append((str(block), command, output))
+    return shown
+
+
+@pytest.mark.parametrize(("where", "command", "output"), shown_runs())
+def test_shown_output_is_what_comes(run, where, command, output):
+    _, out, err = run(command)
+    got = out + err
+    assert doctest.OutputChecker().check_output(output, got, doctest.ELLIPSIS), f"{where}: {got}"
+
+
+@pytest.mark.parametrize("document", [p.name for p in DOCUMENTS])
+def test_python_of_a_document_works(document):
+    """Its blocks one after the other, as a reader would type them."""
+    names = {"__name__": "__main__"}
+    for block in blocks("python"):
+        if block.document == document:
+            exec(compile("\n" * block.line + block.text, document, "exec"), names)
+
+
+def test_every_file_that_the_documents_name_exists():
+    for path in DOCUMENTS:
+        for name in re.findall(r"`((?:[\w-]+/)+[\w.-]*)`", path.read_text()):
+            row = next(line for line in path.read_text().splitlines() if f"`{name}`" in line)
+            there = (ROOT / name).exists() or (ROOT / "replayssm" / name).exists()
+            assert there or "**planned**" in row, f"{path.name}: {name}"
+
+
+def test_every_make_target_that_the_documents_name_exists():
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "test-gpu", "lint", "bench"} <= targets
+    for path in DOCUMENTS:
+        named = set(re.findall(r"^ {4}make ([\w-]+)|`make ([\w-]+)`", path.read_text(), re.MULTILINE))
+        assert {a or b for a, b in named} <= targets, path.name
+
+
+def test_no_fence_is_left_untested():
+    known = {"sh", "console", "python"}
+    for path in DOCUMENTS:
+        assert set(re.findall(r"^```(\w+)$", path.read_text(), re.MULTILINE)) <= known, path.name
+
+
+def test_documented_options_are_those_of_the_command():
+    from replayssm.options import GenerateOptions, LoadOptions
+
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name in [*GenerateOptions.__dataclass_fields__, *LoadOptions.__dataclass_fields__]:
+        option = "--no-replay" if name == "replay" else f"--{name.replace('_', '-')}"
+        assert f"`{option}" in text, option
+
+
+def test_documented_keys_are_those_of_the_json_objects():
+    from replayssm.doctor import Report
+    from replayssm.generate import GenerateResult
+
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name in [*GenerateResult.model_fields, *Report.model_fields]:
+        assert f"`{name}`" in text, name
+
+
+def test_documented_model_types_are_the_supported_ones():
+    from replayssm.architectures import FAMILIES
+
+    text = (ROOT / "README.md").read_text()
+    for family, model_types in FAMILIES.items():
+        assert model_types[0] in text, family
