@@ -168,7 +168,7 @@ def measure(shape: Shape, batch: int, ring_len: int, periods: int) -> list[dict[
 def meta(threads: int) -> dict[str, Any]:
     """Where and with what the numbers were taken."""
     command = ("git", "rev-parse", "--short", "HEAD")
-    git = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
     return {
         "cpu": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
