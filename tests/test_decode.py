@@ -281,9 +281,12 @@ def test_slots_may_be_pages_of_a_larger_pool(kind: str) -> None:
 
 @pytest.mark.parametrize("state_dtype", [F32, BF16], ids=["state32", "statebf16"])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if "128x128-ratio1" not in s])
-def test_same_row_same_bits_in_any_company(shape: str, state_dtype: torch.dtype, device: str) -> None:
-    """Alone, in a batch, in another order, with padding and with staggered neighbours: bit-equal, flushes included."""
-    layer = Layer.named(shape, device=device)
+def test_same_row_same_bits_in_any_company(shape: str, state_dtype: torch.dtype) -> None:
+    """Alone, in a batch, in another order, with padding and with staggered neighbours: bit-equal, flushes included.
+
+    On a CPU: on a GPU, torch's matrix products choose their order of summation by the batch size (seen on an H200).
+    """
+    layer = Layer.named(shape)
     steps = [layer.draw(7) for _ in range(13)]
 
     def run(rows: list[int], stagger: bool, padding: bool) -> tuple[Tensor, Tensor]:

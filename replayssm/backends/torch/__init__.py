@@ -1,7 +1,7 @@
 """Vectorised PyTorch: the default on CPU.
 
 It takes slots and cursors to the host, which costs nothing on a CPU. On a GPU it is correct but waits for the device
-at each call.
+at each call, and its matrix products choose their order of summation by the batch size.
 """
 
 from replayssm.backends.torch.conv import causal_conv1d_update
