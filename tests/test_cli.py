@@ -57,6 +57,7 @@ def stepwise(request):
     return loaded, generate(loaded, PROMPT, GenerateOptions(max_new_tokens=TOKENS, ignore_eos=True, replay=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring_len", RING_LENS)
 def test_replay_gives_the_same_tokens_for_a_share_of_the_state_writes(stepwise, ring_len):
     loaded, without = stepwise

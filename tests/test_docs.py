@@ -62,6 +62,7 @@ def run(capfd):
     return run_command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "command"), commands())
 def test_a_command_of_the_documents_runs(run, where, command):
     code, _, err = run(command)

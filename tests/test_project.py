@@ -168,6 +168,7 @@ def run_from(site: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_built_wheel_runs(unpacked_wheel):
     done = run_from(unpacked_wheel, "doctor", "--json")
     assert done.returncode == 0, done.stderr
