@@ -1,0 +1,1 @@
+"""How the bundled models were made; not part of the installed package."""
