@@ -185,8 +185,10 @@ at rotary positions t, t+1, t+2. Keys of depth 1 at all earlier positions form i
 
 Greedy speculation with three drafts (K=3), 32 held-out prompts of 256 bytes, 256 new tokens each:
 **{results["tokens per step"]} tokens a step**, the bonus token counted. Drafts right up to the first, second and third,
-measured at every position: {accepted}. Greedy text repeats itself and is easy to draft; where the drafts must equal
-the held-out text itself, of which the model is less sure, it is {results["tokens per step on text"]} tokens a step.
+measured at every position: {accepted}.
+
+Greedy text repeats itself and is easy to draft. Where the drafts must equal the held-out text itself, of which the
+model is less sure, it is {results["tokens per step on text"]} tokens a step.
 """
     return f"""# {name}
 
