@@ -1,5 +1,6 @@
 """The `replayssm` command: parses, calls, prints. Bad input exits with 2 and one line on stderr."""
 
+import io
 import json
 import os
 import sys
@@ -104,6 +105,8 @@ def generate(
         replay=not no_replay,
     )
     load_options = LoadOptions(dtype=dtype, device=device)
+    if prompt == "-" and sys.stdin is None:
+        raise InputError("the prompt is to be read from standard input, which is closed")
     text = sys.stdin.read() if prompt == "-" else prompt
     check_prompt(text)
     name = model if model is not None else bundled.names()[0]
@@ -117,7 +120,7 @@ def generate(
     out = sys.stdout
     loaded = load_model(name, load_options)
     use_fitting_threads(loaded)
-    result = run_generate(loaded, text, options, on_text=_writer(out) if stream else None)
+    result = run_generate(loaded, text, options, on_text=_writer(out) if stream and out is not None else None)
     if as_json:
         typer.echo(json.dumps(result.model_dump()))
         return
@@ -208,4 +211,6 @@ def _fail(code: int, label: str, message: object) -> int:
 
 def main() -> None:
     """Entry point of the console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks is shown as ?
+        sys.stdout.reconfigure(errors="replace")
     sys.exit(run())

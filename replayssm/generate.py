@@ -169,9 +169,12 @@ def _encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> dict[str, Tensor
         if not tokenizer.chat_template:
             raise InputError(f"model {loaded.name!r} has no chat template: generate without --chat")
         messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # a template is code of the model folder, and may raise anything
+            raise InputError(f"the chat template of model {loaded.name!r} fails: {one_line(error)}") from error
     else:
         encoded = tokenizer(prompt, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:

@@ -119,7 +119,9 @@ def _load(load: Callable[[], T], what: str) -> T:
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     configured = model.generation_config.eos_token_id
-    ids = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+    ids = [] if configured is None else configured if isinstance(configured, list) else [configured]
+    if not all(isinstance(token, int) for token in ids):
+        raise InputError(f"eos_token_id in the model's configuration is {configured!r}: token numbers are wanted")
     if not ids and tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id]
     return tuple(ids)

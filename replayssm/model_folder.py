@@ -1,5 +1,6 @@
 """Find a model's folder and check it before anything heavy is imported or loaded."""
 
+import contextlib
 import json
 import struct
 from collections.abc import Iterable
@@ -38,10 +39,13 @@ def find_model(model: str) -> Path:
     names = bundled.names()
     if model in names:
         return bundled.path(model)
-    folder = Path(model).expanduser()
-    if model and folder.is_dir():
-        return folder
-    kind = "a file" if model and folder.is_file() else "neither a folder nor a bundled model"
+    kind = "neither a folder nor a bundled model"
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long a name, an unknown user's home
+        folder = Path(model).expanduser()
+        if model and folder.is_dir():
+            return folder
+        if model and folder.is_file():
+            kind = "a file"
     raise InputError(
         f"model {model!r} is {kind}: give a folder with config.json and safetensors, or one of {', '.join(names)}"
     )
@@ -75,6 +79,8 @@ def _weight_files(folder: Path) -> Iterable[Path]:
         weight_map = _read_json_object(index, what="sharded weights").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{index} has no weight_map: it must map tensor names to safetensors files")
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise InputError(f"{index} has a weight_map with values of other kinds than file names")
         shards = sorted(set(weight_map.values()))
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
@@ -94,7 +100,7 @@ def _read_json_object(path: Path, what: str) -> dict[str, Any]:
         raise InputError(f"{path.parent} has no {path.name}: {what} needs one")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not readable JSON ({one_line(error)})") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} holds a JSON {type(value).__name__}, an object is wanted")
@@ -116,10 +122,10 @@ def _check_safetensors(path: Path) -> None:
                 )
             header = json.loads(file.read(header_bytes))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        wanted = 8 + header_bytes + max(ends, default=0)
     except InputError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is not a safetensors file: its header cannot be read ({one_line(error)})") from error
-    wanted = 8 + header_bytes + max(ends, default=0)
     if size < wanted:
         raise InputError(f"{path} is cut off: {size} bytes, its header lists {wanted}")

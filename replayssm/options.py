@@ -10,6 +10,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 RING_DTYPES = ("auto", *STATE_DTYPES)
+MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow float32
 MAX_RING_LEN = 4096  # a ring of d_k records takes more memory than the state: far longer ones are a mistake
 
 
@@ -53,8 +54,8 @@ class GenerateOptions:
         _one_of("state-dtype", self.state_dtype, STATE_DTYPES)
         _one_of("ring-dtype", self.ring_dtype, RING_DTYPES)
         _one_of("backend", self.backend, BACKENDS)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature is {self.temperature}: it must be 0 (greedy) or a positive number")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise InputError(f"temperature is {self.temperature}: it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top-p is {self.top_p}: it must be above 0 and at most 1")
         _at_least("top-k", self.top_k, 0)

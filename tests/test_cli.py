@@ -1,5 +1,6 @@
 """The command line: `generate` and `doctor` do what they say, and bad input costs one line and exit code 2."""
 
+import io
 import json
 import shutil
 import struct
@@ -174,6 +175,14 @@ def test_chat_applies_the_template(replayssm):
     assert chat["prompt_tokens"] > plain["prompt_tokens"]
 
 
+def test_a_failing_chat_template_is_one_line_and_exit_2(replayssm, folder):
+    path = folder / "tokenizer_config.json"
+    template = "{{ raise_exception('no system message') }}"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    result = replayssm("generate", "--prompt", PROMPT, "--chat", "--model", folder)
+    expect_one_line(result, "the chat template of model", "fails: no system message")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "auto"])
 def test_dtypes_of_model_and_state(replayssm, dtype):
     state_dtype = "float32" if dtype == "auto" else dtype
@@ -230,6 +239,8 @@ def expect_one_line(result, *parts):
         (("--device", "tpu"), ("device is 'tpu'", "cpu")),
         (("--temperature", "-0.5"), ("temperature is -0.5", "0 (greedy)")),
         (("--temperature", "nan"), ("temperature is nan",)),
+        (("--temperature", "inf"), ("temperature is inf",)),
+        (("--temperature", "1e-320"), ("temperature is 1e-320", "0 (greedy) or at least")),
         (("--top-p", "0"), ("top-p is 0", "above 0")),
         (("--top-p", "1.5"), ("top-p is 1.5", "at most 1")),
         (("--top-k", "-2"), ("top-k is -2", "at least 0")),
@@ -238,6 +249,8 @@ def expect_one_line(result, *parts):
         (("--no-such-option",), ("--no-such-option",)),
         (("--model", "no-such-model"), ("'no-such-model'", NAMES[0])),
         (("--model", ""), ("''", NAMES[0])),
+        (("--model", "~no-such-user/model"), ("~no-such-user", NAMES[0])),
+        (("--model", "long" * 2000), ("neither a folder nor", NAMES[0])),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -249,6 +262,25 @@ def test_no_prompt_is_one_line_and_exit_2(replayssm):
     expect_one_line(replayssm("generate"), "--prompt")
     expect_one_line(replayssm("generate", "--prompt", ""), "prompt is empty")
     expect_one_line(replayssm("generate", "--prompt", "caf\udce9"), "not text at character 3")
+
+
+def test_closed_standard_streams(replayssm, monkeypatch):
+    """As in `replayssm generate <&-` and `>&-`."""
+    monkeypatch.setattr(sys, "stdin", None)
+    expect_one_line(replayssm("generate", "--prompt", "-"), "standard input, which is closed")
+    monkeypatch.setattr(sys, "stdout", None)
+    code, out, err = replayssm("generate", "--prompt", PROMPT, "--max-new-tokens", "2", "--stream")
+    assert (code, out) == (0, "")
+    assert "2 tokens in" in err
+
+
+def test_characters_that_standard_output_lacks_are_replaced(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(cli, "run", lambda: out.write("日本 é"))
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert out.buffer.getvalue() == "?? é".encode("latin-1")
 
 
 def test_an_unknown_command_is_one_line_and_exit_2(replayssm):
@@ -290,6 +322,24 @@ def empty_weights(folder):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
 
 
+def header_with(offsets):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    return lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+
+
+def header_without_end(folder):
+    header = b'{"a":' * 50_000
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def index_of(weight_map):
+    def write(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return write
+
+
 def missing_shard(folder):
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -310,7 +360,14 @@ BROKEN_FOLDERS = [
     (cut_to_five_bytes, "is cut off"),
     (not_safetensors, "not a safetensors file"),
     (header_is_a_list, "not a safetensors file"),
+    (header_with(["0", "4"]), "its header cannot be read (unsupported operand"),
+    (header_with([0]), "its header cannot be read (list index"),
+    (header_without_end, "its header cannot be read (maximum recursion"),
     (missing_shard, "lacks 2 of 2 weight files"),
+    (index_of({}), "has no weight_map"),
+    (index_of({"a": ["file"]}), "has a weight_map with values of other kinds"),
+    (index_of({"a": None, "b": "file"}), "has a weight_map with values of other kinds than"),
+    (lambda f: (f / "config.json").write_text("[" * 50_000), "not readable JSON (maximum recursion"),
     (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "has no tokenizer"),
 ]
 
@@ -325,19 +382,18 @@ def test_a_file_instead_of_a_folder_is_one_line_and_exit_2(replayssm, folder):
     expect_one_line(replayssm("generate", "--prompt", PROMPT, "--model", folder / "config.json"), "is a file")
 
 
-LATE_BREAK_NAMES = ["no tensors", "other sizes", "no number", "too few layers", "tokenizer"]
+LATE_BREAK_NAMES = ["no tensors", "other sizes", "no number", "too few layers", "tokenizer", "end of text"]
 LATE_BREAKS = [
     (empty_weights, "the weights in"),
     (lambda f: rewrite_config(f, hidden_size=48), "cannot be loaded"),
     (lambda f: rewrite_config(f, hidden_size="wide"), "cannot be loaded"),
     (lambda f: rewrite_config(f, layer_types=["linear_attention"]), "cannot be loaded"),
     (lambda f: (f / "tokenizer.json").write_text('{"version": "1.0"}'), "tokenizer in"),
+    (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "end"}'), "eos_token_id"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("break_folder", "part"), LATE_BREAKS, ids=["no tensors", "other sizes", "no number", "too few layers", "tokenizer"]
-)
+@pytest.mark.parametrize(("break_folder", "part"), LATE_BREAKS, ids=LATE_BREAK_NAMES)
 def test_what_only_loading_finds_is_one_line_too(replayssm, folder, break_folder, part):
     break_folder(folder)
     expect_one_line(replayssm("generate", "--prompt", PROMPT, "--model", folder), part)
