@@ -5,6 +5,7 @@ Runs on each supported transformers release; families that the installed one lac
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -214,6 +215,17 @@ def test_cache_reset_and_another_batch_size(one_per_kind):
         expected = [forward(model, x, fresh) for x in (ids, token)]
         for want, x in zip(expected, (ids, token), strict=True):
             torch.testing.assert_close(forward(model, x, cache), want, atol=0, rtol=0)
+        cache.reset()
+
+
+def test_a_reset_cache_serves_the_model_in_another_dtype():
+    model = replayssm.enable(build("qwen3_5"))
+    cache, ids = ReplayCache(model), random_ids(2, 6)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        fresh = ReplayCache(model)
+        for x in (ids, ids[:, :1]):
+            torch.testing.assert_close(forward(model, x, cache), forward(model, x, fresh), atol=0, rtol=0)
         cache.reset()
 
 
@@ -528,6 +540,16 @@ def test_an_enabled_model_is_saved_as_any_other(models, tmp_path):
     replayssm.enable(loaded)
     assert generate(loaded, prompts(), max_new_tokens=8).tolist() == expected.tolist()
     replayssm.disable(model)
+
+
+def test_an_enabled_model_survives_pickling(one_per_kind):
+    """As a process does that hands its model to another."""
+    expected = generate(one_per_kind, prompts(), max_new_tokens=8)
+    replayssm.enable(one_per_kind, 3)
+    generate(one_per_kind, prompts(), max_new_tokens=2)
+    loaded = pickle.loads(pickle.dumps(one_per_kind))
+    assert generate(loaded, prompts(), max_new_tokens=8).tolist() == expected.tolist()
+    assert last_cache(loaded).pool.counters()["flushes"] == 2
 
 
 # A CPU where flash-linear-attention is installed

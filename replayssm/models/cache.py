@@ -248,7 +248,8 @@ class ReplayCache(DynamicCache):
 
     def _new_pool(self, num_slots: int, activation_dtype: torch.dtype, device: torch.device) -> ReplayPool:
         pool = self.pool
-        if pool is None or pool.num_slots != num_slots or len(self.rows):
+        wanted = (num_slots, activation_dtype, device)
+        if pool is None or (pool.num_slots, pool.dtypes.activation, pool.device) != wanted or len(self.rows):
             pool = ReplayPool(
                 [adapter.spec for adapter in self.adapters],
                 num_slots,

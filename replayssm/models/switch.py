@@ -8,6 +8,7 @@ changes, and `disable` deletes them.
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -142,7 +143,7 @@ def _release(mixer: nn.Module) -> None:
 def _override(module: nn.Module, name: str, function: Any) -> Any:
     """Give `module` a method of its own; returns the one that it had of its own, if any."""
     previous = vars(module).get(name)
-    setattr(module, name, MethodType(function, module))
+    setattr(module, name, partial(function, module))  # unlike a bound method of a name that its class lacks, picklable
     return previous
 
 

@@ -79,7 +79,7 @@ def decode(
     if channel:
         total, after = decays[:, :, :1].flatten(0, 1), decays[:, :, 1:].flatten(0, 1)  # [pairs, 1 or R, d_k]
     else:
-        per_head = decays.view(pairs, group, 1, -1)
+        per_head = decays.reshape(pairs, group, 1, -1)
         total, after = per_head[..., :1], per_head[..., 1:]  # [pairs, G, 1, 1 or R]
 
     sx = torch.bmm(x * total if channel else x, state.reshape(pairs, -1, head_k_dim).mT)
@@ -135,6 +135,9 @@ def flushing_rows(cursors: list[int], flush_period: int, force_flush: Tensor | N
 
 def append(rows: Rows, cursors: list[int], step: Step, u: Tensor, k: Tensor, g: Tensor) -> None:
     """Write one record at each row's cursor."""
+    if step.ring_u.dtype == torch.float16:  # the norm factor of a tiny key may take u past the largest number
+        largest = torch.finfo(torch.float16).max
+        u = u.clamp(-largest, largest)
     for ring, value in ((step.ring_u, u), (step.ring_k, k), (step.ring_g, g)):
         rows.append(ring, cursors, value)
 
@@ -143,7 +146,7 @@ def flushed_state(state: Tensor, decays: Tensor, ring: Ring | None, u: Tensor, k
     """Checkpoint, committed records and the current record (u, k) folded into one state."""
     batch, num_v_heads, head_v_dim, _ = state.shape
     new = fold(state, decays, ring)
-    outer = new.view(batch, k.shape[1], -1, head_v_dim, k.shape[2])
+    outer = new.reshape(batch, k.shape[1], -1, head_v_dim, k.shape[2])
     u = u.view(batch, k.shape[1], -1, head_v_dim, 1)
     return outer.addcmul_(u, k.float()[:, :, None, None, :]).view_as(new)
 
@@ -165,7 +168,7 @@ def fold(state: Tensor, decays: Tensor, ring: Ring | None) -> Tensor:
     num_k_heads = ring.k.shape[1]
     k = torch.where(ring.live[:, None, :, None], ring.k, 0)
     u = ring.u if channel else ring.u * after.unsqueeze(-1)
-    u = u.view(batch, num_k_heads, -1, count, head_v_dim).mT.reshape(batch, num_k_heads, -1, count)
+    u = u.reshape(batch, num_k_heads, -1, count, head_v_dim).mT.reshape(batch, num_k_heads, -1, count)
     new = (u @ (k * after if channel else k)).view_as(state)
     return new.addcmul_(state, decay)
 
