@@ -9,7 +9,7 @@ import torch
 from oracle import KINDS, Layer, poison, relative_error
 from torch import Tensor
 
-from replayssm import ReplayPool, ops
+from replayssm import ReplayPool, ops, recurrence
 
 GROUP = {"gdn": 2, "mamba2": 2}  # value heads per key head; the others have one
 
@@ -134,3 +134,35 @@ def test_tiny_keys_do_not_overflow_a_float16_ring(kind: str, size: float) -> Non
         assert layer.decode(inputs, **pool.state_args(0), slots=slots).isfinite().all()
         pool.advance(slots)
         assert pool.read_state(0, rows).isfinite().all()
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["no records", "records"])
+def test_a_state_that_was_read_stays_as_it_was(steps: int) -> None:
+    """It is a copy, not a view of the checkpoint that the next flush overwrites."""
+    layer = odd_layer("gdn")
+    pool = ReplayPool([layer.spec], 2, ring_len=3)
+    rows = pool.alloc(2)
+    slots = pool.slot_tensor(rows)
+    for step in range(steps + 4):
+        if step == steps:
+            read = pool.read_state(0, rows)
+            before = read.clone()
+        layer.decode(layer.draw(2), **pool.state_args(0), slots=slots)
+        pool.advance(slots)
+    assert torch.equal(read, before)
+    read.zero_()
+    assert pool.read_state(0, rows).norm() > 0
+
+
+def test_every_row_of_a_full_ring_is_read() -> None:
+    """A window of accepted drafts may fill a ring up to its last row."""
+    layer = odd_layer("kda")
+    pool = ReplayPool([layer.spec], 1, ring_len=4)
+    poison(pool)
+    pool.alloc()
+    state = pool.fold_args(0)
+    for name in ("ring_u", "ring_k", "ring_g"):
+        state[name].uniform_(-1, 0)
+    state["write_pos"].fill_(4)
+    u, k, g = (state[name].double() for name in ("ring_u", "ring_k", "ring_g"))
+    assert relative_error(pool.read_state(0, [0]), recurrence.fold(layer.zero_state(1), u, k, g)) < 1e-6
