@@ -120,6 +120,35 @@ def test_a_batch_without_live_rows_touches_nothing(kind: str, batch: list[int]) 
     assert conv.isnan().all()
 
 
+@pytest.mark.parametrize("kept", [(), ("D",), ("z",), ("D", "z")], ids=str)
+def test_padding_rows_of_mamba2_are_zero_with_and_without_its_options(kept: tuple[str, ...]) -> None:
+    """`D x` and `silu(z)` are computed for every row, NaN inputs of padding rows included."""
+    layer = odd_layer("mamba2")
+    pool = ReplayPool([layer.spec], 2, ring_len=3)
+    slots = pool.slot_tensor([-1, *pool.alloc(1)])
+    inputs = {"D": layer.D, **layer.draw(2)}
+    for name in ("x", "z"):
+        inputs[name][0] = float("nan")
+    options = {name: inputs.pop(name) for name in ("D", "z")}
+    options = {name: options[name] for name in kept}
+    y = ops.mamba2_decode(**inputs, **options, A=-layer.A_log.exp(), **pool.state_args(0), slots=slots)
+    assert (y[0] == 0).all()
+    assert y[1].isfinite().all()
+    assert y[1].norm() > 0
+
+
+def test_time_steps_are_fp32_when_their_projection_is_16_bit() -> None:
+    """Also without a bias, whose dtype would else decide; a Δ rounded to bfloat16 would be off by 2e-3."""
+    layer = odd_layer("mamba2", torch.bfloat16)
+    layer.dt_bias.zero_()
+    pool = ReplayPool([layer.spec], 2, ring_len=1, activation_dtype=torch.bfloat16)
+    rows = pool.alloc(2)
+    inputs = layer.draw(2)
+    ops.mamba2_decode(**inputs, A=-layer.A_log.exp(), **pool.state_args(0), slots=pool.slot_tensor(rows))
+    exact, _ = layer.reference(inputs, layer.zero_state(2))
+    assert relative_error(pool.read_state(0, rows), exact) < 1e-6
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-5, 1e-4], ids=["zero", "1e-5", "1e-4"])
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_tiny_keys_do_not_overflow_a_float16_ring(kind: str, size: float) -> None:

@@ -145,6 +145,42 @@ def test_forks_of_a_snapshot_share_its_checkpoint_until_they_flush() -> None:
     run.check()
 
 
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_fork_of_a_fork_that_still_reads_a_snapshot(at: int) -> None:
+    """Its checkpoint is the snapshot's, not what lies in the fork's own slot."""
+    run = Run(new_pool())
+    source = run.alloc()
+    run.step(source, count=5)
+    kept = run.pool.snapshot(source)
+    run.states[kept] = list(run.states[source])
+    fork = run.pool.fork(kept)
+    run.states[fork] = list(run.states[kept])
+    if at:
+        run.step(fork, count=at)
+    second = run.pool.fork(fork)
+    run.states[second] = list(run.states[fork])
+    run.check()
+    run.step(fork, second, count=6)
+    run.check()
+
+
+def test_the_convolution_state_follows_the_slot() -> None:
+    """Into forks of slots and of snapshots, into snapshots, and by materialize; a copy each time."""
+    pool = new_pool()
+    source, other = pool.alloc(2)
+    convs = [pool.conv_state(i) for i in range(len(SPECS))]
+    for conv in convs:
+        conv[source] = torch.randn_like(conv[source])
+    wanted = [conv[source].clone() for conv in convs]
+    kept = pool.snapshot(source)
+    copies = [kept, pool.fork(source), pool.fork(kept), other]
+    pool.materialize(kept, other)
+    for conv in convs:
+        conv[source] = 7
+    for slot in copies:
+        assert all(torch.equal(conv[slot], before) for conv, before in zip(convs, wanted, strict=True)), slot
+
+
 def test_a_freed_snapshot_is_reused_only_when_no_fork_reads_it() -> None:
     run = Run(new_pool(3))
     source = run.alloc()

@@ -258,6 +258,22 @@ def test_rows_are_reordered_repeated_and_selected(one_per_kind, steps):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_rows_of_an_empty_cache_may_be_changed(models):
+    """Nothing to do, as in a DynamicCache; a reset cache is empty too."""
+    model = replayssm.enable(models("qwen3_5"), 4)
+    used, cache = ReplayCache(model), ReplayCache(model)
+    forward(model, random_ids(2, 6), used)
+    used.reset()
+    for empty in (cache, used):
+        empty.reorder_cache(torch.tensor([1, 0, 0]))
+        empty.batch_repeat_interleave(2)
+        empty.batch_select_indices(torch.tensor([0]))
+    torch.testing.assert_close(
+        forward(model, random_ids(2, 6), used), forward(model, random_ids(2, 6), cache), atol=0, rtol=0
+    )
+    replayssm.disable(model)
+
+
 def test_a_beam_with_one_child_keeps_its_slot(models):
     model = replayssm.enable(models("qwen3_5"))
     cache = ReplayCache(model)

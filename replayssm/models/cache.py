@@ -206,6 +206,8 @@ class ReplayCache(DynamicCache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`, a tensor of numbers or a mask."""
         super().batch_select_indices(indices)
+        if not self.rows:
+            return
         self._take_rows(torch.arange(len(self.rows))[indices.cpu()].tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayCache:
@@ -226,16 +228,17 @@ class ReplayCache(DynamicCache):
         self._place([], torch.device("cpu"))
 
     def _take_rows(self, parents: Sequence[int]) -> None:
-        if self.pool is None or list(parents) == list(range(len(self.rows))):
+        if not self.rows or list(parents) == list(range(len(self.rows))):
             return
-        if len(parents) > self.pool.num_slots:
+        pool = self.require_pool()
+        if len(parents) > pool.num_slots:
             self._grow(parents)
             return
-        self.pool.free([slot for row, slot in enumerate(self.rows) if row not in set(parents)])
+        pool.free([slot for row, slot in enumerate(self.rows) if row not in set(parents)])
         rows: list[int] = []
         for parent in parents:
             slot = self.rows[parent]
-            rows.append(slot if slot not in rows else self.pool.fork(slot))
+            rows.append(slot if slot not in rows else pool.fork(slot))
         self._place(rows, self.slots.device)
 
     def _grow(self, parents: Sequence[int]) -> None:
