@@ -116,7 +116,7 @@ def generate(
     from replayssm.generate import generate as run_generate
     from replayssm.loading import load_model, use_fitting_threads
 
-    check_backend(options)
+    check_backend(options, device)
     out = sys.stdout
     loaded = load_model(name, load_options)
     use_fitting_threads(loaded)

@@ -146,8 +146,6 @@ def _installed(name: str, supported: _Range, *, needed: bool) -> Part:
 def _judge(name: str, version: str, supported: _Range, *, needed: bool) -> Part:
     inside = supported.holds(_numbers(version))
     note = "supported" if inside else f"outside the supported range {supported}"
-    if name == "triton":
-        note += ", not used in this release"
     return Part(name=name, version=version, supported=str(supported), ok=inside or not needed, note=note)
 
 
@@ -174,6 +172,9 @@ def _no_gpu(reason: str) -> Gpu:
     return Gpu(available=False, names=[], capability=None, cuda=None, reason=reason)
 
 
+_RUNS_ON = {"torch": "runs wherever PyTorch does", "triton": "runs on this GPU"}
+
+
 def _backends(torch: Part) -> tuple[list[Backend], str]:
     if torch.version is None:
         return [Backend(name="torch", available=False, reason=torch.note)], "none"
@@ -181,7 +182,7 @@ def _backends(torch: Part) -> tuple[list[Backend], str]:
 
     reasons = {name: ops.unavailable_reason(name) for name in ops.BACKENDS}
     backends = [
-        Backend(name=name, available=reason is None, reason=reason or "runs wherever PyTorch does")
+        Backend(name=name, available=reason is None, reason=reason or _RUNS_ON[name])
         for name, reason in reasons.items()
     ]
     return backends, ops.resolve_backend("auto")

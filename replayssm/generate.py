@@ -109,12 +109,12 @@ def generate(
     )
 
 
-def check_backend(options: GenerateOptions) -> None:
-    """Refuse a backend that doesn't run here, before a model is loaded for it."""
+def check_backend(options: GenerateOptions, device: str = "auto") -> None:
+    """Refuse a backend that doesn't run on the device, before a model is loaded for it."""
     if not options.replay:
         return
     try:
-        ops.resolve_backend(options.backend)
+        ops.resolve_backend(options.backend, None if device == "auto" else device)
     except ValueError as error:
         raise InputError(one_line(error)) from error
 

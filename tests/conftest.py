@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined: without a GPU, Triton's kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A GPU machine runs `make test-gpu` with what it has; these files need more.
 _NEEDS = {"test_programs.py": "hypothesis", "test_cli.py": "pydantic", "test_docs.py": "pydantic"}
@@ -20,7 +25,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Each device that this machine has."""
+def _place(device: str, backend: str, *marks: pytest.MarkDecorator) -> object:
+    return pytest.param({"device": device, "backend": backend}, marks=marks, id=f"{device}-{backend}")
+
+
+@pytest.fixture(
+    params=[
+        _place("cpu", "torch"),
+        _place("cuda", "torch", pytest.mark.gpu),
+        _place("cuda", "triton", pytest.mark.gpu),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Device and backend: each pair that runs at full speed on this machine. test_triton.py has the interpreter."""
     return request.param

@@ -57,6 +57,7 @@ class Layer:
     seed: int = 0
     beta_scale: float = 1.0
     device: str = "cpu"
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         self.rng = torch.Generator().manual_seed(self.seed)

@@ -234,7 +234,6 @@ def expect_one_line(result, *parts):
         (("--ring-dtype", "float8"), ("ring-dtype is 'float8'", "auto")),
         (("--ring-dtype", "float16"), ("ring-dtype is 'float16'", "beside a float32 model")),
         (("--backend", "metal"), ("backend is 'metal'", "torch")),
-        (("--backend", "triton"), ("backend 'triton' is not available", "torch")),
         (("--backend", "cuda"), ("backend 'cuda' is not available", "torch")),
         (("--device", "tpu"), ("device is 'tpu'", "cpu")),
         (("--temperature", "-0.5"), ("temperature is -0.5", "0 (greedy)")),
@@ -256,6 +255,12 @@ def expect_one_line(result, *parts):
 )
 def test_a_bad_option_is_one_line_and_exit_2(replayssm, args, parts):
     expect_one_line(replayssm("generate", "--prompt", PROMPT, *args), *parts)
+
+
+def test_triton_without_a_gpu_is_one_line_and_exit_2(replayssm, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    args = ("generate", "--prompt", PROMPT, "--device", "cpu", "--backend", "triton")
+    expect_one_line(replayssm(*args), "backend 'triton' is not available", "GPU", "torch")
 
 
 def test_no_prompt_is_one_line_and_exit_2(replayssm):
@@ -446,7 +451,7 @@ def test_doctor_json_tells_what_runs_here(replayssm):
     report = json.loads(out)
     assert report["ok"] is True
     assert report["bundled_models"] == list(NAMES)
-    assert report["chosen_backend"] == "torch"
+    assert report["chosen_backend"] == ("triton" if report["gpu"]["available"] else "torch")
     backends = {b["name"]: b for b in report["backends"]}
     assert backends.keys() == {"torch", "triton", "cuda"}
     assert backends["torch"]["available"]

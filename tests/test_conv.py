@@ -13,9 +13,9 @@ from replayssm import ops
 @pytest.mark.parametrize("activation", ["silu", "swish", None])
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_equals_the_convolution_of_the_whole_sequence(
-    width: int, activation: str | None, bias: bool, device: str
+    width: int, activation: str | None, bias: bool, place: dict[str, str]
 ) -> None:
-    rng = torch.Generator().manual_seed(width)
+    rng, device, backend = torch.Generator().manual_seed(width), place["device"], place["backend"]
     x = torch.randn(2, 5, 11, generator=rng).to(device)
     weight = torch.randn(5, width, generator=rng).to(device)
     offset = torch.randn(5, generator=rng).to(device) if bias else None
@@ -29,7 +29,7 @@ def test_equals_the_convolution_of_the_whole_sequence(
     state[[0, 2]] = 0
     for t in range(11):
         token = torch.stack([x[0, :, t], x[1, :, t], x[1, :, t]])
-        y = ops.causal_conv1d_update(token, state, weight, offset, slots=slots, activation=activation)
+        y = ops.causal_conv1d_update(token, state, weight, offset, slots=slots, activation=activation, backend=backend)
         assert relative_error(y[[0, 2]], wanted[:, :, t]) < 1e-6
         assert (y[1] == 0).all()
     if width > 1:

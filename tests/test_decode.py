@@ -20,7 +20,12 @@ OUTPUT_ERROR = {F32: 1e-6, BF16: 4e-3, F16: 5e-4}
 def pool_for(layer: Layer, num_slots: int, **options: object) -> ReplayPool:
     """A pool of one layer, with NaN wherever nothing may be read."""
     pool = ReplayPool(
-        [layer.spec], num_slots, activation_dtype=layer.dtype, device=layer.device, **{"ring_len": 16, **options}
+        [layer.spec],
+        num_slots,
+        activation_dtype=layer.dtype,
+        device=layer.device,
+        backend=layer.backend,
+        **{"ring_len": 16, **options},
     )
     poison(pool)
     return pool
@@ -32,8 +37,8 @@ def beta_scale(shape: str) -> float:
 
 @pytest.mark.parametrize("ring_len", [1, 2, 4, 7, 16, 32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_output_and_state_equals_the_recurrence(shape: str, ring_len: int, device: str) -> None:
-    layer = Layer.named(shape, beta_scale=beta_scale(shape), device=device)
+def test_every_output_and_state_equals_the_recurrence(shape: str, ring_len: int, place: dict[str, str]) -> None:
+    layer = Layer.named(shape, beta_scale=beta_scale(shape), **place)
     pool = pool_for(layer, 4, ring_len=ring_len)
     rows = pool.alloc(2)
     slots = pool.slot_tensor(rows)
@@ -50,9 +55,9 @@ def test_every_output_and_state_equals_the_recurrence(shape: str, ring_len: int,
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("state_dtype", [F32, BF16, F16], ids=["state32", "statebf16", "state16"])
 @pytest.mark.parametrize("shape", ["gdn-64x64-ratio3", "kda-128x128", "mamba2-80x128-groups1"])
-def test_16_bit_activations(shape: str, state_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+def test_16_bit_activations(shape: str, state_dtype: torch.dtype, dtype: torch.dtype, place: dict[str, str]) -> None:
     """An fp32 state stays exact under 16-bit activations: no record is rounded on its way into it."""
-    layer = Layer.named(shape, dtype=dtype, device=device)
+    layer = Layer.named(shape, dtype=dtype, **place)
     pool = pool_for(layer, 3, state_dtype=state_dtype, ring_len=5)
     rows = pool.alloc(2)
     slots = pool.slot_tensor(rows)
@@ -141,9 +146,9 @@ def test_16_bit_checkpoint_with_fp32_updates_gains_the_root_of_ring_len() -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_staggered_cursors_padding_and_slot_0(kind: str, device: str) -> None:
+def test_staggered_cursors_padding_and_slot_0(kind: str, place: dict[str, str]) -> None:
     """Rows with other cursors, flushing at other steps; padding rows; slots in any order, slot 0 among them."""
-    layer = Layer(kind, 2, 2, 32, 16, device=device)
+    layer = Layer(kind, 2, 2, 32, 16, **place)
     pool = pool_for(layer, 9, ring_len=4)
     rows = pool.alloc(6)
     assert 0 in rows
@@ -174,15 +179,15 @@ def test_staggered_cursors_padding_and_slot_0(kind: str, device: str) -> None:
 
 @pytest.mark.parametrize("flag_dtype", [torch.bool, torch.int32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_forced_flush(kind: str, flag_dtype: torch.dtype, device: str) -> None:
-    layer = Layer(kind, 1, 1, 16, 32, device=device)
+def test_forced_flush(kind: str, flag_dtype: torch.dtype, place: dict[str, str]) -> None:
+    layer = Layer(kind, 1, 1, 16, 32, **place)
     pool = pool_for(layer, 3, ring_len=8)
     rows = pool.alloc(3)
     slots = pool.slot_tensor(rows)
     state = layer.zero_state(3)
     generator = torch.Generator().manual_seed(5)
     for _ in range(30):
-        force = (torch.rand(3, generator=generator) < 0.3).to(device=device, dtype=flag_dtype)
+        force = (torch.rand(3, generator=generator) < 0.3).to(device=layer.device, dtype=flag_dtype)
         inputs = layer.draw(3)
         y = layer.decode(inputs, **pool.state_args(0), slots=slots, force_flush=force)
         pool.advance(slots, force)
@@ -322,9 +327,9 @@ def test_same_row_same_bits_in_any_company(shape: str, state_dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inputs_may_be_views_of_one_projection(kind: str, device: str) -> None:
+def test_inputs_may_be_views_of_one_projection(kind: str, place: dict[str, str]) -> None:
     """As layers hand them over: slices of a wider tensor, so rows don't follow each other in memory."""
-    layer = Layer(kind, 2, 2, 16, 32, device=device)
+    layer = Layer(kind, 2, 2, 16, 32, **place)
     packed, apart = pool_for(layer, 4, ring_len=3), pool_for(layer, 4, ring_len=3)
     slots = packed.slot_tensor(packed.alloc(3))
     apart.alloc(3)

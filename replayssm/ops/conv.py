@@ -52,7 +52,9 @@ def causal_conv1d_update(
     if activation not in ("silu", "swish", None):
         raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
     activation = "silu" if activation == "swish" else activation
-    return call("causal_conv1d_update", x, conv_state, weight, bias, slots, activation, resolve_backend(backend))
+    return call(
+        "causal_conv1d_update", x, conv_state, weight, bias, slots, activation, resolve_backend(backend, x.device)
+    )
 
 
 def _implementation(

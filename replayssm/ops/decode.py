@@ -91,7 +91,19 @@ def gdn_decode(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
     return call(
-        "gdn_decode", q, k, v, a, b, A_log, dt_bias, beta_scale, scale, qk_l2norm, *state, resolve_backend(backend)
+        "gdn_decode",
+        q,
+        k,
+        v,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        beta_scale,
+        scale,
+        qk_l2norm,
+        *state,
+        resolve_backend(backend, device),
     )
 
 
@@ -171,7 +183,7 @@ def kda_decode(
         scale,
         qk_l2norm,
         *state,
-        resolve_backend(backend),
+        resolve_backend(backend, device),
     )
 
 
@@ -238,7 +250,20 @@ def mamba2_decode(
     check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
     return call(
-        "mamba2_decode", x, dt, B, C, A, D, z, dt_bias, dt_softplus, dt_min, dt_max, *state, resolve_backend(backend)
+        "mamba2_decode",
+        x,
+        dt,
+        B,
+        C,
+        A,
+        D,
+        z,
+        dt_bias,
+        dt_softplus,
+        dt_min,
+        dt_max,
+        *state,
+        resolve_backend(backend, device),
     )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import Tensor
 from replayssm.backends import torch as torch_backend
 
 BACKENDS = ("torch", "triton", "cuda")
+OLDEST_CAPABILITY = (8, 0)
 
 _LIBRARY = torch.library.Library("replayssm", "DEF")
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
@@ -43,20 +48,57 @@ def call(name: str, first: Tensor, *args: Any) -> Any:
     return _IMPLEMENTATIONS[name](first, *args)
 
 
-def unavailable_reason(backend: str) -> str | None:
-    """None if ``backend`` runs on this machine, otherwise why not."""
+def unavailable_reason(backend: str, device: str | torch.device | None = None) -> str | None:
+    """None if ``backend`` runs on this machine, otherwise why not.
+
+    Args:
+        backend: one of :data:`BACKENDS`.
+        device: where the tensors are; default a GPU if there is one.
+
+    Raises:
+        ValueError: the backend is unknown.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown: use 'auto', " + ", ".join(map(repr, BACKENDS)))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if backend == "torch":
         return None
-    if backend in ("triton", "cuda"):
-        return f"this release of replayssm has no {backend} kernels"
-    raise ValueError(f"backend {backend!r} is unknown: use 'auto', " + ", ".join(map(repr, BACKENDS)))
+    if backend == "cuda":
+        return "this release of replayssm has no cuda kernels"
+    if torch.device(device).type == "cuda":
+        return _triton_on_gpu()
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    # Triton's own switch for its interpreter, which tests use.
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else "triton needs a GPU"
 
 
-def resolve_backend(backend: str) -> str:
-    """Turn ``"auto"`` into the backend that is used, or raise a ValueError if ``backend`` can't run here."""
-    if backend in ("auto", "torch"):
-        return "torch"
-    reason = unavailable_reason(backend)
+@cache
+def _triton_on_gpu() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability()
+        return f"the GPU has compute capability {major}.{minor}: triton kernels are made for 8.0 and newer"
+    return None
+
+
+def resolve_backend(backend: str, device: str | torch.device | None = None) -> str:
+    """The backend that runs, on tensors of ``device`` (default: a GPU if there is one).
+
+    ``"auto"`` is triton on a GPU that it supports, torch elsewhere.
+
+    Raises:
+        ValueError: the backend is unknown or can't run here.
+    """
+    if backend == "torch":
+        return backend
+    if backend == "auto":
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return "triton" if torch.device(device).type == "cuda" and _triton_on_gpu() is None else "torch"
+    reason = unavailable_reason(backend, device)
     if reason is not None:
         raise ValueError(f"backend {backend!r} is not available: {reason}; use 'auto' or 'torch'")
     return backend
@@ -64,4 +106,4 @@ def resolve_backend(backend: str) -> str:
 
 def backend_module(backend: str) -> ModuleType:
     """The functions of a resolved backend; they bear the operators' names."""
-    return {"torch": torch_backend}[backend]
+    return torch_backend if backend == "torch" else import_module("replayssm.backends.triton")

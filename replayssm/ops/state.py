@@ -37,7 +37,7 @@ def read_state(
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
     check_state(*state, channel=ring_g.dim() == 4)
     check_tensor("slots", slots, (slots.numel(),), "[M]", (torch.int32,), checkpoint.device)
-    return call("read_state", *state, slots, resolve_backend(backend))
+    return call("read_state", *state, slots, resolve_backend(backend, checkpoint.device))
 
 
 def materialize(
@@ -68,7 +68,7 @@ def materialize(
     check_state(*state, channel=ring_g.dim() == 4)
     check_tensor("src", src, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
     check_tensor("dst", dst, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
-    call("materialize", *state, src, dst, resolve_backend(backend))
+    call("materialize", *state, src, dst, resolve_backend(backend, checkpoint.device))
 
 
 def advance(
@@ -107,7 +107,16 @@ def advance(
         check_tensor("counters", counters, (*slot_count, 3), "[N, 3]", (torch.int64,), device)
     if flush_period < 1:
         raise ValueError(f"flush_period is {flush_period}: a number of at least 1 is wanted")
-    call("advance", write_pos, checkpoint_slot, counters, slots, flush_period, force_flush, resolve_backend(backend))
+    call(
+        "advance",
+        write_pos,
+        checkpoint_slot,
+        counters,
+        slots,
+        flush_period,
+        force_flush,
+        resolve_backend(backend, device),
+    )
 
 
 def _read_state(*args: Any) -> Tensor:

@@ -74,7 +74,7 @@ class ReplayPool:
         self.ring_capacity = ring_capacity
         self.dtypes = StateDtypes.choose(state_dtype, activation_dtype, ring_dtype)
         self.device = torch.device(device)
-        self.backend = ops.resolve_backend(backend)
+        self.backend = ops.resolve_backend(backend, self.device)
         self.write_pos = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
         self.checkpoint_slot = torch.arange(num_slots, dtype=torch.int32, device=self.device)
         self._states = [LayerState.empty(spec, num_slots, ring_capacity, self.dtypes, self.device) for spec in layers]

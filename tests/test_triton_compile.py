@@ -1,0 +1,30 @@
+"""The Triton kernels compile for six GPU generations within a budget of registers, without spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parent
+MAX_REGISTERS = 200  # of 255; with 4 warps, two programs or more share a multiprocessor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_kernels_compile_without_spills(target: str) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(TESTS.parent)}
+    run = subprocess.run(
+        [sys.executable, TESTS / "compile_kernels.py", target], env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    print(f"\n{target}: " + ", ".join(f"{r['kernel']} {r['registers']} registers" for r in rows))
+    assert len(rows) == 12
+    assert [r for r in rows if r["spills"] or r["registers"] > MAX_REGISTERS] == []
