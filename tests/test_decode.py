@@ -139,7 +139,7 @@ def test_16_bit_checkpoint_is_never_worse_than_stepwise(
 
 
 def test_16_bit_checkpoint_with_fp32_updates_gains_the_root_of_ring_len() -> None:
-    """Rounded L times less often, the error falls by about √L: 4 at L = 16 (docs/architecture.md quotes this)."""
+    """Rounded L times less often, the error falls by about √L: 4 at L = 16, as docs/architecture.md says."""
     layer = Layer.named("gdn-64x64-ratio3", dtype=BF16)
     replay, stepwise = errors_beside_stepwise(layer, 16, BF16, F32)
     assert stepwise[0] / replay[0] > 3.5
