@@ -23,8 +23,8 @@ test-fast: $(STAMP)
 # The transformers integration on the oldest supported release, which is kept beside the pinned one.
 OLDEST := $(VENV)/oldest
 test-oldest: $(OLDEST)/.installed
-	PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py
 	PYTHONPATH=$(OLDEST) $(BIN)/replayssm demo --max-new-tokens 33
+	PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py
 
 test-gpu:
 	$(GPU_PYTHON) -m pytest -m gpu tests
