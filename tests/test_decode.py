@@ -367,6 +367,21 @@ def test_registered_correctly_with_torch_library(kind: str) -> None:
     torch.library.opcheck(getattr(torch.ops.replayssm, op).default, (*head, *state), test_utils=utils)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_want_gradients_leave_the_pool_alone(kind: str) -> None:
+    """In grad mode, too: a graph through ring and checkpoint would grow at each step."""
+    layer = Layer(kind, 1, 1, 8, 8)
+    layer.A_log.requires_grad_()
+    layer.dt_bias.requires_grad_()
+    pool = pool_for(layer, 1, ring_len=2)
+    slots = pool.slot_tensor(pool.alloc(1))
+    with torch.enable_grad():
+        for _ in range(4):
+            layer.decode(layer.draw(1), **pool.state_args(0), slots=slots)
+            pool.advance(slots)
+    assert not any(tensor.requires_grad for tensor in pool.fold_args(0).values())
+
+
 @pytest.mark.parametrize(("kind", "compiler"), [*((kind, "aot_eager") for kind in KINDS), ("gdn", "inductor")])
 def test_compiles_without_graph_breaks(kind: str, compiler: str) -> None:
     if compiler == "inductor" and not shutil.which("g++"):
@@ -410,6 +425,7 @@ def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
         "slot out of range": ({"slots": torch.tensor([0, 3], dtype=torch.int32)}, "slots holds 3: numbers below N = 3"),
         "slot twice": ({"slots": torch.tensor([1, 1], dtype=torch.int32)}, "slots holds 1 more than once"),
         "float cursors": ({"write_pos": torch.zeros(3)}, "write_pos has dtype float32: int32 is wanted"),
+        "flush period 2.5": ({"flush_period": 2.5}, r"flush_period is 2\.5: a number from 1 to R = 4"),
         "flush period 0": ({"flush_period": 0}, "flush_period is 0: a number from 1 to R = 4"),
         "flush period beyond the ring": ({"flush_period": 5}, "flush_period is 5: a number from 1 to R = 4"),
         "ring_g of the other gate": ({"ring_g": torch.zeros(3, 2, 4, 16)}, r"ring_g has shape \[3, 2, 4, 16\]"),

@@ -154,7 +154,8 @@ def test_time_steps_are_fp32_when_their_projection_is_16_bit() -> None:
 def test_tiny_keys_do_not_overflow_a_float16_ring(kind: str, size: float) -> None:
     """Their updates carry the norm factor, up to 1,000: infinite ones would turn the state into NaN."""
     layer = odd_layer(kind, torch.float16)
-    pool = ReplayPool([layer.spec], 1, ring_len=4, state_dtype=torch.float16, activation_dtype=torch.float16)
+    dtypes = dict.fromkeys(("state_dtype", "activation_dtype", "ring_dtype"), torch.float16)
+    pool = ReplayPool([layer.spec], 1, ring_len=4, **dtypes)
     rows = pool.alloc(1)
     slots = pool.slot_tensor(rows)
     for _ in range(6):

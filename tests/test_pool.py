@@ -81,6 +81,8 @@ def test_slots_are_handed_out_zeroed_and_reset_on_reuse() -> None:
         (lambda pool: pool.alloc(5), "5 slots are wanted, 4 of 6 are free"),
         (lambda pool: pool.alloc(-1), "count is -1"),
         (lambda pool: pool.slot_tensor([1, 1]), "more than once"),
+        (lambda pool: pool.slot_tensor(["a"]), "slot 'a' is a str: an integer is wanted"),
+        (lambda pool: pool.free(1.0), "slot 1.0 is a float: an integer is wanted"),
         (lambda pool: pool.slot_tensor([pool.snapshot(0)]), "slot 2 is a snapshot: fork it and use the fork"),
         (lambda pool: pool.materialize(0, pool.snapshot(0)), "slot 2 is a snapshot"),
         (lambda pool: pool.reset_cursors([pool.snapshot(0)]), "slot 2 is a snapshot"),
@@ -296,12 +298,15 @@ def test_counters_count_what_was_moved() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ring_len": 0}, "ring_len is 0: a number of at least 1 is wanted"),
+        ({"ring_len": 0}, "ring_len is 0: a whole number of at least 1 is wanted"),
+        ({"ring_len": 2.5}, "ring_len is 2.5: a whole number"),
+        ({"ring_len": True}, "ring_len is True: a whole number"),
+        ({"num_slots": "2"}, "num_slots is '2': a whole number"),
         ({"num_slots": 0}, "num_slots is 0"),
-        ({"ring_capacity": 3}, "ring_capacity is 3: a number of at least ring_len = 4"),
+        ({"ring_capacity": 3}, "ring_capacity is 3: a whole number of at least ring_len = 4"),
         ({"state_dtype": torch.float64}, "state_dtype is torch.float64: torch.float32, torch.bfloat16 or"),
         ({"activation_dtype": torch.int8}, "activation_dtype is torch.int8"),
-        ({"ring_dtype": torch.float16}, "ring_dtype is torch.float16: 'auto', torch.float32"),
+        ({"ring_dtype": torch.float16}, "ring_dtype is torch.float16: 'auto', torch.float32 is wanted"),
         ({"ring_dtype": "half"}, "ring_dtype is half"),
         ({"layers": []}, "layers is empty"),
         ({"backend": "nope"}, "backend 'nope' is unknown"),
@@ -321,6 +326,7 @@ def test_bad_settings_are_named(options: dict[str, object], message: str) -> Non
         ({"gate": "channel", "num_v_heads": 4}, "a channel gate wants them equal"),
         ({"head_k_dim": 0}, "head_k_dim is 0"),
         ({"conv_dim": -1}, "conv_dim is -1"),
+        ({"conv_width": 2.5}, "conv_width is 2.5: a whole number"),
     ],
 )
 def test_bad_layer_specs_are_named(change: dict[str, object], message: str) -> None:
@@ -336,8 +342,8 @@ def test_bad_layer_specs_are_named(change: dict[str, object], message: str) -> N
         (torch.float32, torch.float32, torch.float32),
         (torch.float32, torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16, torch.float16),
-        (torch.bfloat16, torch.float16, torch.float16),
+        (torch.float16, torch.float16, torch.float32),  # an update divided by a small norm overflows
+        (torch.bfloat16, torch.float16, torch.float32),
         (torch.float16, torch.bfloat16, torch.float32),  # bf16 updates would be coarser than the state
     ],
 )
@@ -345,3 +351,48 @@ def test_automatic_ring_dtype(state: torch.dtype, activation: torch.dtype, ring:
     pool = new_pool(state_dtype=state, activation_dtype=activation)
     assert pool.fold_args(0)["ring_u"].dtype == ring
     assert pool.fold_args(0)["ring_k"].dtype == activation
+
+
+@pytest.mark.parametrize("end", ["prefill", "materialize", "free"])
+def test_a_fork_that_gets_another_state_leaves_its_snapshot(end: str) -> None:
+    """Before its first flush a fork reads the snapshot's checkpoint; a new state of its own ends that."""
+    run = Run(new_pool())
+    source = run.alloc()
+    run.step(source, count=6)
+    kept = run.pool.snapshot(source)
+    fork = run.pool.fork(kept)
+    if end == "prefill":
+        run.states[fork] = []
+        for i, spec in enumerate(SPECS):
+            state = torch.randn(1, *spec.checkpoint_shape)
+            run.pool.write_state(i, [fork], state)
+            run.states[fork].append(state.double())
+        run.pool.reset_cursors([fork])
+    elif end == "materialize":
+        run.step(source, count=2)
+        run.pool.materialize(source, fork)
+        run.states[fork] = list(run.states[source])
+    else:
+        run.pool.free(fork)
+        assert run.alloc() == fork
+    assert run.pool.checkpoint_slot[fork] == fork
+    run.check()
+    run.step(fork, source, count=5)
+    run.check()
+
+
+def test_copied_bytes_are_counted() -> None:
+    """A snapshot, a fork of a live slot and a materialize copy a state each; a fork of a snapshot copies none."""
+    pool = new_pool()
+    (source,) = pool.alloc()
+    pool.fork(pool.snapshot(source))
+    pool.materialize(source, pool.fork(source))
+    assert pool.counters()["state_bytes_copied"] == 3 * pool.checkpoint_bytes_per_slot
+
+
+def test_slots_may_be_numpy_or_torch_integers() -> None:
+    pool = new_pool()
+    pool.alloc(3)
+    assert pool.slot_tensor(torch.tensor([2, -1, 0])).tolist() == [2, -1, 0]  # type: ignore[arg-type]
+    pool.free(torch.tensor([0, 2]).numpy())  # type: ignore[arg-type]
+    assert pool.num_free == 5

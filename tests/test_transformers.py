@@ -609,3 +609,21 @@ def test_a_cpu_with_flash_linear_attention_installed(tmp_path):
         tokens = f"{name} {generate(build(name), prompts(), max_new_tokens=20)[0].tolist()}"
         expected += [tokens, f"{name} 0 active drivers", tokens]
     assert done.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 3], ids=["decode", "prefill"])
+def test_an_interrupted_forward_is_not_continued_in_silence(one_per_kind, tokens):
+    """Some layers hold its tokens and some don't: the next forward says so, and a reset cache works again."""
+    model = replayssm.enable(one_per_kind)
+    cache = ReplayCache(model)
+    prompt = random_ids(1, 6)
+    expected = forward(model, prompt, cache)
+    last = cache.adapters[-1].mixer
+    hook = last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, random_ids(1, tokens), cache)
+    hook.remove()
+    with pytest.raises(ValueError, match="was interrupted"):
+        forward(model, random_ids(1, tokens), cache)
+    cache.reset()
+    assert torch.equal(forward(model, prompt, cache), expected)

@@ -62,6 +62,7 @@ class ReplayLayer(LinearAttentionLayer):
         """Append a window's inputs ``[B, C, T]``; returns them behind the kept ones, if there are any."""
         window = conv_states
         pool = self.cache.pool_for(window)
+        self.cache.begin(self.index)
         if self.has_previous_state[0]:
             window = torch.cat([self.read_conv(), window], dim=-1)
         self.has_previous_state[0] = True
@@ -77,6 +78,7 @@ class ReplayLayer(LinearAttentionLayer):
         pool.write_state(self.index, rows, self.adapter.from_upstream(recurrent_states.detach()))
         if self.index == self.cache.last_index:
             pool.reset_cursors(rows)
+            self.cache.midway = False
         return recurrent_states
 
     def activate_past_recording(self) -> None:
@@ -166,12 +168,28 @@ class ReplayCache(DynamicCache):
             return None
         if hidden_states.shape[0] != len(self.rows):
             raise ValueError(f"a batch of {hidden_states.shape[0]} meets a ReplayCache of {len(self.rows)} rows")
+        self.begin(layer.index)
         conv_state, state = self._arguments[layer.index]
         with torch.no_grad():
             out = layer.adapter.decode(hidden_states.squeeze(1), conv_state, state, self.slots)
             if layer.index == self.last_index:
                 self.require_pool().advance(self.slots)
+                self.midway = False
         return out.unsqueeze(1)
+
+    def begin(self, index: int) -> None:
+        """A recurrent layer starts its part of a forward.
+
+        Raises:
+            ValueError: the forward before this one was interrupted (an exception, Ctrl-C), so that some layers hold
+                its tokens and some don't.
+        """
+        if index == 0 and self.midway:
+            raise ValueError(
+                "the last forward with this ReplayCache was interrupted, its layers hold different tokens: "
+                "reset() it or make a new one"
+            )
+        self.midway = True
 
     def pool_for(self, window: Tensor) -> ReplayPool:
         """The pool, made now if ``window [B, C, T]`` is the first input that this cache sees."""
@@ -221,6 +239,7 @@ class ReplayCache(DynamicCache):
 
     def _start(self) -> None:
         """Empty layers, no rows."""
+        self.midway = False  # in a forward, between the first recurrent layer and the last
         super().__init__(config=self.config)
         for index, adapter in enumerate(self.adapters):
             old = self.layers[adapter.layer_idx]

@@ -13,6 +13,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_count(name: str, value: int, smallest: int, wanted: str = "") -> None:
+    """Raise a ValueError unless ``value`` is a whole number that isn't too small."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{name} is {value!r}: {wanted or f'a whole number of at least {smallest}'} is wanted")
+
+
 def check_tensor(
     name: str,
     tensor: Tensor,
@@ -88,7 +94,7 @@ def check_step(
     if force_flush is not None:
         check_tensor("force_flush", force_flush, (batch,), "[B]", (torch.bool, torch.int32), device)
     ring_rows = ring_k.shape[2]
-    if not 1 <= flush_period <= ring_rows:
+    if not isinstance(flush_period, int) or not 1 <= flush_period <= ring_rows:
         raise ValueError(
             f"flush_period is {flush_period}: a number from 1 to R = {ring_rows}, the ring's rows, is wanted"
         )

@@ -32,7 +32,8 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    # Without no_grad, a parameter's graph would hang on the pool's tensors and grow at each step.
+    _LIBRARY.impl(name, torch.no_grad()(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"replayssm::{name}", fake, lib=_LIBRARY)
     _IMPLEMENTATIONS[name] = implementation
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.ops.checks import check_slots_on_host, check_state, check_tensor
+from replayssm.ops.checks import check_count, check_slots_on_host, check_state, check_tensor
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 
 
@@ -105,8 +105,7 @@ def advance(
         check_tensor("force_flush", force_flush, (slots.numel(),), "[B]", (torch.bool, torch.int32), device)
     if counters is not None:
         check_tensor("counters", counters, (*slot_count, 3), "[N, 3]", (torch.int64,), device)
-    if flush_period < 1:
-        raise ValueError(f"flush_period is {flush_period}: a number of at least 1 is wanted")
+    check_count("flush_period", flush_period, 1)
     call(
         "advance",
         write_pos,

@@ -9,6 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from replayssm.ops.checks import check_count
 from replayssm.recurrence import Gate, Rule
 
 
@@ -47,10 +48,8 @@ class LayerSpec:
         if self.rule not in get_args(Rule):
             raise ValueError(f"rule is {self.rule!r}: 'delta' or 'additive' is wanted")
         for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: a number of at least 1 is wanted")
-        if self.conv_dim < 0:
-            raise ValueError(f"conv_dim is {self.conv_dim}: 0 or more is wanted")
+            check_count(name, getattr(self, name), 1)
+        check_count("conv_dim", self.conv_dim, 0)
         if self.num_v_heads % self.num_k_heads:
             raise ValueError(f"num_v_heads is {self.num_v_heads}, num_k_heads {self.num_k_heads}: a multiple is wanted")
         if self.gate == "channel" and self.num_v_heads != self.num_k_heads:
@@ -78,22 +77,21 @@ class StateDtypes:
 
     @classmethod
     def choose(cls, state: torch.dtype, activation: torch.dtype, ring: torch.dtype | str) -> StateDtypes:
-        """Resolve ``ring="auto"``: the activation dtype beside a 16-bit checkpoint, else float32.
+        """Resolve ``ring="auto"``: bfloat16 beside bfloat16 checkpoints and activations, else float32.
 
-        Updates coarser than the checkpoint would make replay less exact than updating it at every step (measured:
-        2.4 times the error for bfloat16 updates of a float16 state), so those are kept in float32 too.
+        Updates must not be coarser than the checkpoint: bfloat16 updates of a float16 state have 2.4 times the error
+        of updating it at every step. And float16 has no room for them: u holds the factor that normalises k, which
+        is large where k is small.
         """
         wanted = (torch.float32, torch.bfloat16, torch.float16)
         for name, dtype in (("state_dtype", state), ("activation_dtype", activation)):
             if dtype not in wanted:
                 raise ValueError(f"{name} is {dtype}: torch.float32, torch.bfloat16 or torch.float16 is wanted")
         if ring == "auto":
-            finer = torch.finfo(activation).eps <= torch.finfo(state).eps
-            ring = activation if finer and state != torch.float32 else torch.float32
+            ring = torch.bfloat16 if state == activation == torch.bfloat16 else torch.float32
         if ring not in (torch.float32, activation):
-            raise ValueError(
-                f"ring_dtype is {ring}: 'auto', torch.float32 or {activation}, the activations', is wanted"
-            )
+            own = "" if activation == torch.float32 else f" or {activation}, the activations',"
+            raise ValueError(f"ring_dtype is {ring}: 'auto', torch.float32{own} is wanted")
         assert isinstance(ring, torch.dtype)
         return cls(state, activation, ring)
 

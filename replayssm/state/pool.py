@@ -5,11 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from enum import Enum
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from replayssm import ops
+from replayssm.ops.checks import check_count
 from replayssm.state.layout import LayerBytes, LayerSpec, LayerState, StateDtypes, layer_bytes
 
 
@@ -37,8 +40,8 @@ class ReplayPool:
         ring_capacity: R ≥ L rows in each ring; default L.
         state_dtype: dtype of the checkpoints: float32, bfloat16 or float16.
         activation_dtype: dtype in which layers produce keys; also of the convolution state.
-        ring_dtype: dtype of the ring's updates: float32, the activation dtype, or ``"auto"`` for the activation dtype
-            beside a 16-bit checkpoint that isn't finer, and float32 otherwise.
+        ring_dtype: dtype of the ring's updates: float32, the activation dtype, or ``"auto"`` for bfloat16 beside
+            bfloat16 checkpoints and activations, and float32 otherwise.
         device: where the tensors live.
         backend: see :mod:`replayssm.ops`.
 
@@ -62,12 +65,9 @@ class ReplayPool:
         ring_capacity = ring_len if ring_capacity is None else ring_capacity
         if not layers:
             raise ValueError("layers is empty: a LayerSpec for each recurrent layer is wanted")
-        if num_slots < 1:
-            raise ValueError(f"num_slots is {num_slots}: a number of at least 1 is wanted")
-        if ring_len < 1:
-            raise ValueError(f"ring_len is {ring_len}: a number of at least 1 is wanted")
-        if ring_capacity < ring_len:
-            raise ValueError(f"ring_capacity is {ring_capacity}: a number of at least ring_len = {ring_len} is wanted")
+        check_count("num_slots", num_slots, 1)
+        check_count("ring_len", ring_len, 1)
+        check_count("ring_capacity", ring_capacity, ring_len, f"a whole number of at least ring_len = {ring_len}")
         self.layers = tuple(layers)
         self.num_slots = num_slots
         self.ring_len = ring_len
@@ -89,7 +89,7 @@ class ReplayPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that :meth:`alloc` can hand out now."""
+        """Slots that :meth:`alloc` can hand out without asking the device for more."""
         return len(self._free)
 
     def alloc(self, count: int = 1) -> list[int]:
@@ -179,8 +179,9 @@ class ReplayPool:
         Raises:
             SlotError: a slot is not in use, is a snapshot, or named twice.
         """
-        self._checked_live([s for s in slots if s >= 0])
-        return torch.tensor(list(slots), dtype=torch.int32, device=self.device)
+        slots = [self._number(slot) for slot in slots]
+        self._checked_live([slot for slot in slots if slot >= 0])
+        return torch.tensor(slots, dtype=torch.int32, device=self.device)
 
     # States and cursors
 
@@ -333,10 +334,8 @@ class ReplayPool:
 
     def _checked(self, slots: int | Sequence[int]) -> list[int]:
         """Slots as a list, each in range, in use, and named once."""
-        slots = [slots] if isinstance(slots, int) else list(slots)
+        slots = [self._number(slot) for slot in (slots if hasattr(slots, "__iter__") else [slots])]
         for slot in slots:
-            if not isinstance(slot, int):
-                raise SlotError(f"slot {slot!r} is a {type(slot).__name__}: an integer is wanted")
             if not 0 <= slot < self.num_slots:
                 raise SlotError(f"slot {slot} is out of range: 0 to {self.num_slots - 1} is wanted")
             if self._use[slot] not in (_Use.LIVE, _Use.SNAPSHOT):
@@ -344,6 +343,12 @@ class ReplayPool:
         if len(set(slots)) < len(slots):
             raise SlotError(f"slots {slots} name a slot more than once")
         return slots
+
+    @staticmethod
+    def _number(slot: SupportsIndex) -> int:
+        if not isinstance(slot, SupportsIndex):
+            raise SlotError(f"slot {slot!r} is a {type(slot).__name__}: an integer is wanted")
+        return index(slot)
 
     def _checked_live(self, slots: int | Sequence[int]) -> list[int]:
         """As _checked, and none a snapshot."""

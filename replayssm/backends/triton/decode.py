@@ -243,6 +243,8 @@ def _decode_kernel(
         own = checkpoint_ptr + slot * checkpoint_stride + tile_offset
         tl.store(own, state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
     else:
+        if ring_u_ptr.dtype.element_ty == tl.float16:
+            u = tl.clamp(u, -65504.0, 65504.0)  # u holds the factor that normalises k: infinity would stay for good
         tl.store(ring_u_at + cursor * HEAD_V_DIM + dim_v, u.to(ring_u_ptr.dtype.element_ty), mask=is_v)
         if tile == 0:
             if CHANNEL_GATE:
@@ -258,6 +260,19 @@ def tile(head_v_dim: int, head_k_dim: int) -> tuple[int, int, int]:
     """Rows and columns of the state in one program, and its warps."""
     block_k = triton.next_power_of_2(head_k_dim)
     return min(triton.next_power_of_2(head_v_dim), max(8, 4096 // block_k)), block_k, 4
+
+
+def check_dense(**tensors: Tensor) -> None:
+    """The kernels take any stride between slots; within one, elements must follow each other.
+
+    Raises:
+        ValueError: they don't.
+    """
+    for name, tensor in tensors.items():
+        if not tensor[:1].is_contiguous():
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}: the triton backend wants a slot's elements to follow each other"
+            )
 
 
 def _launch(
@@ -280,12 +295,15 @@ def _launch(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
     """Run the kernel on the tensors of any of the layers; the rule is the delta rule where b is given."""
+    check_dense(checkpoint=step.checkpoint, ring_u=step.ring_u, ring_k=step.ring_k, ring_g=step.ring_g)
+    check_dense(write_pos=step.write_pos[None], checkpoint_slot=step.checkpoint_slot[None], slots=step.slots[None])
     batch, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[1:]
     q, k, v, z = (None if t is None else _last_dim_contiguous(t) for t in (q, k, v, z))  # type: ignore[assignment]
     assert q is not None
     assert k is not None
     assert v is not None
+    rate, bias, D = (None if t is None else t.contiguous() for t in (rate, bias, D))  # type: ignore[assignment]
     channel = a.dim() == 3
     if channel:
         a = _last_dim_contiguous(a)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.backends.triton.decode import tile
+from replayssm.backends.triton.decode import check_dense, tile
 
 
 @triton.jit
@@ -84,6 +84,10 @@ def _fold(state: tuple[Tensor, ...], src: Tensor, dst: Tensor | None, out: Tenso
     block_v, block_k, num_warps = tile(head_v_dim, head_k_dim)
     if not src.numel():
         return
+    check_dense(checkpoint=checkpoint, ring_u=ring_u, ring_k=ring_k, ring_g=ring_g)
+    check_dense(write_pos=write_pos[None], checkpoint_slot=checkpoint_slot[None], src=src[None])
+    if dst is not None:
+        check_dense(dst=dst[None])
     _fold_kernel[(src.numel(), num_v_heads, triton.cdiv(head_v_dim, block_v))](
         *state,
         src,
@@ -173,6 +177,7 @@ def advance(
     batch = slots.numel()
     if not batch:
         return
+    check_dense(write_pos=write_pos[None], checkpoint_slot=checkpoint_slot[None], slots=slots[None])
     block = 128
     _advance_kernel[(triton.cdiv(batch, block),)](
         write_pos,
