@@ -13,6 +13,7 @@ from torch import Tensor
 from replayssm import models, ops
 from replayssm.errors import InputError, one_line
 from replayssm.loading import LoadedModel, quiet_libraries
+from replayssm.models.fallback import on_a_cpu
 from replayssm.models.support import find_adapters
 from replayssm.options import GenerateOptions, check_prompt
 from replayssm.state import LayerSpec
@@ -136,8 +137,11 @@ def _prepared(loaded: LoadedModel, options: GenerateOptions) -> Iterator[None]:
             raise InputError(one_line(error)) from error
     # Settings given to generate() would be mixed with the folder's own defaults, e.g. its repetition penalty.
     model.generation_config = _generation_config(loaded, options)
+    stepwise_on_cpu = not options.replay and loaded.device == "cpu"
+    mixers = [adapter.mixer for adapter in find_adapters(model)] if stepwise_on_cpu else []
     try:
-        yield
+        with on_a_cpu(mixers):
+            yield
     finally:
         model.generation_config = defaults
         if options.replay:

@@ -594,6 +594,13 @@ def test_a_cpu_with_flash_linear_attention_installed(tmp_path):
                 print(name, model.generate(**prompts(), max_new_tokens=20, do_sample=False).tolist()[0])
             except RuntimeError as error:
                 print(name, str(error)[:16])
+    from replayssm.generate import generate
+    from replayssm.loading import load_model
+    from replayssm.options import GenerateOptions
+    loaded = load_model("kimi_linear-tiny")
+    for replay in (True, False):
+        options = GenerateOptions(max_new_tokens=20, ignore_eos=True, replay=replay)
+        print("kimi_linear-tiny", generate(loaded, "import os", options).token_ids)
     """
     tests = Path(__file__).parent
     path = os.pathsep.join([str(tmp_path), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
@@ -608,7 +615,10 @@ def test_a_cpu_with_flash_linear_attention_installed(tmp_path):
     for name in ("qwen3_5", "kimi_linear", "qwen3_next", "olmo_hybrid"):
         tokens = f"{name} {generate(build(name), prompts(), max_new_tokens=20)[0].tolist()}"
         expected += [tokens, f"{name} 0 active drivers", tokens]
-    assert done.stdout.splitlines() == expected
+    *lines, replayed, stepwise = done.stdout.splitlines()
+    assert lines == expected
+    assert replayed == stepwise  # without replay, the command line runs there too
+    assert replayed.startswith("kimi_linear-tiny [")
 
 
 @pytest.mark.parametrize("tokens", [1, 3], ids=["decode", "prefill"])

@@ -8,9 +8,27 @@ the mixer's forward can be given instead: the module and its other models keep w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
+
+
+@contextmanager
+def on_a_cpu(mixers: Iterable[Any]) -> Iterator[None]:
+    """Let mixers without replay run on a CPU, where GPU packages took the place of transformers' functions."""
+    changed = []
+    for mixer in mixers:
+        forward = without_gpu_kernels(mixer)
+        if forward is not None and "forward" not in vars(mixer):
+            mixer.forward = partial(forward, mixer)
+            changed.append(mixer)
+    try:
+        yield
+    finally:
+        for mixer in changed:
+            del mixer.forward
 
 
 def without_gpu_kernels(mixer: Any) -> Callable[..., Any] | None:
