@@ -57,7 +57,7 @@ def decode_source(kind: str, state_type: str, activation: str) -> tuple[ASTSourc
     types |= {"checkpoint_ptr": f"*{state_type}", "ring_u_ptr": f"*{ring}", "ring_k_ptr": f"*{activation}"}
     types |= dict.fromkeys(("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "force_flush_ptr"), "*i32")
     types |= dict.fromkeys(("scale", "beta_scale", "lower_bound", "dt_min", "dt_max"), "fp32")
-    block_v, block_k, num_warps = decode.tile(d_v, d_k)
+    block_v, block_k, num_warps = decode.tile(d_v, d_k, kind == "kda")
     constants = {
         "NUM_V_HEADS": 2 * group,
         "GROUP": group,
@@ -93,8 +93,8 @@ def sources() -> dict[str, tuple[ASTSource, int]]:
         "ring_g_ptr": "*fp32",
         "out_ptr": "*fp32",
     } | dict.fromkeys(("write_pos_ptr", "checkpoint_slot_ptr", "src_ptr", "dst_ptr"), "*i32")
-    block_v, block_k, num_warps = decode.tile(128, 128)
     for channel in (False, True):
+        block_v, block_k, num_warps = decode.tile(128, 128, channel)
         constants = {"GROUP": 1, "HEAD_V_DIM": 128, "HEAD_K_DIM": 128, "RING_ROWS": 16, "CHANNEL_GATE": channel}
         constants |= {"TO_SLOTS": True, "BLOCK_V": block_v, "BLOCK_K": block_k}
         name = f"fold {'channel' if channel else 'head'}"

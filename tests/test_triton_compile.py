@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parent
-MAX_REGISTERS = 200  # of 255; with 4 warps, two programs or more share a multiprocessor
+MAX_REGISTERS = 250  # of 255: programs are one to four warps, so several share a multiprocessor even so
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def _fold_kernel(
 def _fold(state: tuple[Tensor, ...], src: Tensor, dst: Tensor | None, out: Tensor) -> None:
     checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = state
     _, num_v_heads, head_v_dim, head_k_dim = checkpoint.shape
-    block_v, block_k, num_warps = tile(head_v_dim, head_k_dim)
+    block_v, block_k, num_warps = tile(head_v_dim, head_k_dim, ring_g.dim() == 4)
     if not src.numel():
         return
     check_dense(checkpoint=checkpoint, ring_u=ring_u, ring_k=ring_k, ring_g=ring_g)
