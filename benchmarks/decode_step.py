@@ -193,7 +193,7 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
     table = Table(
-        *("model", "shape", "batch", "L", "transformers µs", "replay µs", "ratio", "ratio of means"),
+        *("model", "shape", "batch", "L", "transformers µs", "replay µs", "speed-up", "speed-up of means"),
         title=f"one decode step of one layer, CPU, float32 state, {options.threads} threads",
     )
     for shape in track(SHAPES, console=Console(stderr=True), transient=True):

@@ -9,13 +9,13 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 import replayssm
 from replayssm import bundled
 from replayssm.errors import InputError, one_line
 from replayssm.model_folder import check_model
 from replayssm.options import (
-    BACKENDS,
     DEVICES,
     DTYPES,
     RING_DTYPES,
@@ -28,6 +28,7 @@ from replayssm.options import (
 app = typer.Typer(
     help="Decode hybrid language models from a checkpoint and a short ring of recent updates.",
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -57,6 +58,11 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+def _status(what: str) -> Status:
+    """A spinner while something takes its time; shown on a terminal only."""
+    return Console(stderr=True).status(f"{what} ...")
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -68,13 +74,13 @@ def _root(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from standard input.")],
-    model: Annotated[str | None, typer.Option(help="Model folder or bundled name.  [default: first bundled]")] = None,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue; - reads it from standard input.")],
+    model: Annotated[str | None, typer.Option(help=f"Model folder, or one of {', '.join(bundled.names())}.")] = None,
     max_new_tokens: Annotated[int, typer.Option(**INTEGER, help="Stop after this many tokens.")] = 128,
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
     ring_dtype: Annotated[str, typer.Option(help=f"Of the update vectors: {', '.join(RING_DTYPES)}.")] = "auto",
-    backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, torch or triton; cuda is not in this release.")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; auto on a CPU: float32.")] = "auto",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
     temperature: Annotated[float, typer.Option(**NUMBER, help="0 is greedy, above it samples.")] = 0.0,
@@ -118,15 +124,21 @@ def generate(
 
     check_backend(options, device)
     out = sys.stdout
-    loaded = load_model(name, load_options)
+    with _status(f"loading {name}"):
+        loaded = load_model(name, load_options)
     use_fitting_threads(loaded)
-    result = run_generate(loaded, text, options, on_text=_writer(out) if stream and out is not None else None)
+    if stream and out is not None:
+        result = run_generate(loaded, text, options, on_text=_writer(out))
+    else:
+        with _status(f"generating {max_new_tokens} tokens"):
+            result = run_generate(loaded, text, options)
     if as_json:
         typer.echo(json.dumps(result.model_dump()))
         return
     typer.echo("" if stream else result.text)
     Console(stderr=True, highlight=False).print(
-        f"{result.new_tokens} tokens in {result.seconds:.2f} s ({result.tokens_per_second:.1f} tokens/s), "
+        f"{result.new_tokens} tokens in {result.seconds:.2f} s ({result.tokens_per_second:.1f} tokens/s)"
+        f"{', ended by an end-of-text token' if result.finish_reason == 'stop' else ''}, "
         f"backend {result.backend}, {result.flushes} flushes, state written "
         f"{result.state_bytes_written:,} of {result.state_bytes_written_stepwise:,} bytes stepwise",
         style="dim",
@@ -153,7 +165,10 @@ def _writer(out: TextIO) -> Any:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Say what runs on this machine and why; exit with 1 if a needed part is missing or out of range."""
+    """Say what runs on this machine and why.
+
+    Exit with 1 if a needed part is missing or out of range.
+    """
     from replayssm.doctor import examine, render
 
     report = examine()
@@ -170,7 +185,10 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(**INTEGER, help="Tokens for each model.")] = 256,
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
 ) -> None:
-    """Generate with each bundled model, with and without replay; exit with 1 if any token differs."""
+    """Generate with and without replay.
+
+    Each bundled model does both. Exit with 1 if any token differs.
+    """
     options = GenerateOptions(max_new_tokens=max_new_tokens, ring_len=ring_len, ignore_eos=True)
 
     from replayssm.demo import run_demo

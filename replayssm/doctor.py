@@ -133,7 +133,7 @@ def _installed(name: str, supported: _Range, *, needed: bool) -> Part:
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        note = f"not installed, {supported} is needed" if needed else "not installed, and not needed in this release"
+        note = f"not installed, {supported} is needed" if needed else "not installed; only a GPU needs it, to be fast"
         return Part(name=name, version=None, supported=str(supported), ok=not needed, note=note)
     try:
         importlib.import_module(name)
@@ -172,7 +172,7 @@ def _no_gpu(reason: str) -> Gpu:
     return Gpu(available=False, names=[], capability=None, cuda=None, reason=reason)
 
 
-_RUNS_ON = {"torch": "runs wherever PyTorch does", "triton": "runs on this GPU"}
+_RUNS_ON = {"torch": "runs wherever PyTorch does", "triton": "runs on GPUs, and in its interpreter for tests"}
 
 
 def _backends(torch: Part) -> tuple[list[Backend], str]:

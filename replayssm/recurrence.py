@@ -28,9 +28,6 @@ from torch import Tensor
 Gate = Literal["head", "channel"]
 Rule = Literal["delta", "additive"]
 
-GATES: tuple[Gate, ...] = ("head", "channel")
-RULES: tuple[Rule, ...] = ("delta", "additive")
-
 NORM_EPS = 1e-6
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from replayssm import bundled, cli
 from replayssm.architectures import FAMILIES, MODEL_TYPES
@@ -102,7 +103,7 @@ def test_json_is_one_object_with_every_key(replayssm, name):
     assert out.count("\n") == 1
     assert result.keys() >= RESULT_KEYS
     assert result["new_tokens"] == len(result["token_ids"]) == 20
-    assert (result["ring_len"], result["backend"]) == (16, "torch")
+    assert (result["ring_len"], result["backend"]) == (16, "triton" if torch.cuda.is_available() else "torch")
     assert result["tokens_per_second"] == pytest.approx(20 / result["seconds"])
 
     code, out, err = replayssm(*args, "--no-replay")
@@ -255,6 +256,13 @@ def expect_one_line(result, *parts):
 )
 def test_a_bad_option_is_one_line_and_exit_2(replayssm, args, parts):
     expect_one_line(replayssm("generate", "--prompt", PROMPT, *args), *parts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+def test_a_gpu_that_is_not_there_is_one_line_and_exit_2(replayssm, backend):
+    args = ("generate", "--prompt", PROMPT, "--device", "cuda", "--backend", backend)
+    expect_one_line(replayssm(*args), "GPU")
 
 
 def test_triton_without_a_gpu_is_one_line_and_exit_2(replayssm, monkeypatch):
@@ -526,9 +534,15 @@ def test_version(replayssm):
 
 
 def test_model_types_are_those_of_twelve_families():
-    assert len(FAMILIES) == 12
-    from transformers import AutoConfig
+    """What the command line takes, what the error of `enable` lists, and what the tests build are the same models."""
+    from families import FAMILIES as BUILT
+    from families import build
 
-    for model_type in ("qwen3_5_text", "kimi_linear", "granitemoehybrid"):
-        assert model_type in MODEL_TYPES
-        assert AutoConfig.for_model(model_type).model_type == model_type
+    from replayssm.models.support import SUPPORTED_MODELS
+
+    assert len(FAMILIES) == 12
+    assert SUPPORTED_MODELS.replace(" and ", ", ").split(", ") == list(FAMILIES)
+    built = {build(name).config.model_type for name in BUILT}
+    assert built <= MODEL_TYPES
+    for names in FAMILIES.values():
+        assert built & set(names)

@@ -462,6 +462,14 @@ def test_bad_arguments_of_kda_and_mamba2_are_named() -> None:
     with pytest.raises(ValueError, match=r"lower_bound is 0\.5: a negative number"):
         ops.kda_decode(**gate, lower_bound=0.5)  # type: ignore[arg-type]
     ssm = {**mamba.draw(1), "A": -mamba.A_log.exp(), **pool.state_args(1), "slots": slots}
+    with pytest.raises(ValueError, match=r"dt_limit is None"):
+        ops.mamba2_decode(**ssm, dt_limit=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dt_bias is a NoneType: a tensor"):
+        ops.kda_decode(**{**gate, "dt_bias": None})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="slots is a list: a tensor"):
+        ops.read_state(**pool.fold_args(0), slots=[0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="write_pos is a list: a tensor"):
+        ops.advance([0], pool.checkpoint_slot, slots, flush_period=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"dt_limit is \(1.0, 0.5\)"):
         ops.mamba2_decode(**ssm, dt_limit=(1.0, 0.5))  # type: ignore[arg-type]
     ssm["B"] = torch.zeros(1, 2, 16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import Layer, poison, relative_error
 
-from replayssm import LayerSpec, ReplayPool
+from replayssm import LayerSpec, ReplayPool, ops
 from replayssm.state import SlotError
 
 LAYERS = [Layer("gdn", 1, 2, 16, 16), Layer("kda", 2, 2, 16, 8, seed=1), Layer("mamba2", 1, 2, 16, 16, seed=2)]
@@ -396,3 +396,19 @@ def test_slots_may_be_numpy_or_torch_integers() -> None:
     assert pool.slot_tensor(torch.tensor([2, -1, 0])).tolist() == [2, -1, 0]  # type: ignore[arg-type]
     pool.free(torch.tensor([0, 2]).numpy())  # type: ignore[arg-type]
     assert pool.num_free == 5
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_slot_may_be_source_and_target_of_one_materialize(backend: str) -> None:
+    """States move down one slot in one call: each is read before any is written."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("kernels are defined for the GPU here")
+    pool = ReplayPool([LAYERS[0].spec], 4, ring_len=3, backend=backend)
+    slots = pool.alloc(4)
+    for slot in slots:
+        pool.fold_args(0)["checkpoint"][slot] = float(slot)
+    source, target = (torch.tensor(s, dtype=torch.int32) for s in ([0, 1, 2], [1, 2, 3]))
+    ops.materialize(**pool.fold_args(0), src=source, dst=target, backend=backend)
+    assert pool.fold_args(0)["checkpoint"][:, 0, 0, 0].tolist() == [0, 0, 1, 2]

@@ -467,7 +467,10 @@ def test_unsupported_models_get_one_clear_sentence(name):
         ({"ring_len": 2.5}, "ring_len is 2.5"),
         ({"state_dtype": torch.int8}, "state_dtype is torch.int8"),
         ({"ring_dtype": "bf16"}, "ring_dtype is 'bf16'"),
+        ({"ring_dtype": torch.int8}, "ring_dtype is torch.int8"),
+        ({"ring_dtype": torch.float16}, "ring_dtype is torch.float16: 'auto', torch.float32 is wanted"),
         ({"backend": "tpu"}, "backend 'tpu' is unknown"),
+        ({"backend": "cuda"}, "backend 'cuda' is not available"),
     ],
 )
 def test_bad_settings_are_refused_and_change_nothing(models, settings, message):

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from replayssm import ops
 from replayssm.models.binding import ATTRIBUTE, MixerBinding, ModelBinding, Settings, binding_of
 from replayssm.models.cache import ReplayCache
 from replayssm.models.fallback import without_gpu_kernels
 from replayssm.models.support import find_adapters
+from replayssm.state import StateDtypes
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,6 +58,9 @@ def enable(
     """
     settings = Settings(ring_len, state_dtype, ring_dtype, backend)
     adapters = find_adapters(model)
+    weight = adapters[0].mixer.conv1d.weight
+    StateDtypes.choose(state_dtype, weight.dtype, ring_dtype)
+    ops.resolve_backend(backend, weight.device)
     disable(model)
     for adapter in adapters:
         mixer = adapter.mixer

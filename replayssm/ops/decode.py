@@ -160,7 +160,7 @@ def kda_decode(
     check_tensor("a", a, tuple(k.shape), "[B, H, d_k]", device=device)
     check_tensor("b", b, tuple(k.shape[:2]), "[B, H]", device=device)
     check_tensor("A_log", A_log, tuple(k.shape[1:2]), "[H]", device=device)
-    if dt_bias.dim() == 1:
+    if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
         check_tensor("dt_bias", dt_bias, (k.shape[1] * k.shape[2],), "[H * d_k]", device=device)
         dt_bias = dt_bias.view(k.shape[1:])
     check_tensor("dt_bias", dt_bias, tuple(k.shape[1:]), "[H, d_k]", device=device)
@@ -244,7 +244,7 @@ def mamba2_decode(
             check_tensor(name, tensor, rows[1:], "[H]", device=device)
     if z is not None:
         check_tensor("z", z, tuple(x.shape), "[B, H, P]", device=device)
-    dt_min, dt_max = dt_limit
+    dt_min, dt_max = dt_limit if isinstance(dt_limit, tuple) and len(dt_limit) == 2 else (1.0, 0.0)
     if not 0 <= dt_min <= dt_max:
         raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")
     check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)

@@ -77,6 +77,8 @@ def unavailable_reason(backend: str, device: str | torch.device | None = None) -
 
 @cache
 def _triton_on_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
     if find_spec("triton") is None:
         return "triton is not installed"
     if torch.version.hip is None and torch.cuda.get_device_capability() < OLDEST_CAPABILITY:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.ops.checks import check_count, check_slots_on_host, check_state, check_tensor
+from replayssm.ops.checks import check_count, check_rank, check_slots_on_host, check_state, check_tensor
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 
 
@@ -35,7 +35,8 @@ def read_state(
         ValueError: a tensor has a wrong shape, dtype or device.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    check_state(*state, channel=ring_g.dim() == 4)
+    check_state(*state, channel=has_channel_gate(ring_g))
+    check_rank("slots", slots, "[M]")
     check_tensor("slots", slots, (slots.numel(),), "[M]", (torch.int32,), checkpoint.device)
     return call("read_state", *state, slots, resolve_backend(backend, checkpoint.device))
 
@@ -59,13 +60,14 @@ def materialize(
 
     Args:
         checkpoint ... checkpoint_slot: see :mod:`replayssm.ops`.
-        src, dst: ``[M]`` int32, none negative; no slot twice in dst.
+        src, dst: ``[M]`` int32, none negative; no slot twice in dst. A slot in both is read before it is written.
 
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or a slot is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    check_state(*state, channel=ring_g.dim() == 4)
+    check_state(*state, channel=has_channel_gate(ring_g))
+    check_rank("src", src, "[M]")
     check_tensor("src", src, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
     check_tensor("dst", dst, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
     call("materialize", *state, src, dst, resolve_backend(backend, checkpoint.device))
@@ -96,6 +98,8 @@ def advance(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device.
     """
+    check_rank("write_pos", write_pos, "[N]")
+    check_rank("slots", slots, "[B]")
     device = write_pos.device
     slot_count = tuple(write_pos.shape[:1])
     check_tensor("write_pos", write_pos, slot_count, "[N]", (torch.int32,))
@@ -116,6 +120,11 @@ def advance(
         force_flush,
         resolve_backend(backend, device),
     )
+
+
+def has_channel_gate(ring_g: Tensor) -> bool:
+    """Whether there is one decay per key channel; anything else is left to the checks."""
+    return isinstance(ring_g, Tensor) and ring_g.dim() == 4
 
 
 def _read_state(*args: Any) -> Tensor:

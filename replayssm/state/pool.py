@@ -30,8 +30,8 @@ class _Use(Enum):
 class ReplayPool:
     """Recurrent state of many requests: for each a slot with checkpoint, ring and convolution state in every layer.
 
-    Cursors are shared by all layers and move once per forward, by :meth:`advance`. No method waits for the device,
-    except :meth:`counters` and, while a freed snapshot is still read by a fork, :meth:`alloc`.
+    Cursors are shared by all layers and move once per forward, by :meth:`advance`. A decode step waits for
+    nothing on the device. Methods that take slots as numbers may, to send them there.
 
     Args:
         layers: one spec per recurrent layer, in the order in which a forward runs them.

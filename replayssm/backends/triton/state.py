@@ -133,7 +133,10 @@ def materialize(
 ) -> None:
     """See :func:`replayssm.ops.materialize`."""
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    _fold(state, src, dst, checkpoint)
+    if src.numel() == 1:
+        _fold(state, src, dst, checkpoint)
+    else:  # a target may be read as a source in the same call
+        checkpoint[dst.long()] = read_state(*state, src).to(checkpoint.dtype)
 
 
 @triton.jit
