@@ -27,6 +27,7 @@ test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py
 
 test-gpu:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-gpu: torch sees no GPU here")'
 	$(GPU_PYTHON) -m pytest -m gpu tests
 
 lint: $(STAMP)
@@ -45,6 +46,7 @@ venv: $(STAMP)
 
 $(STAMP): requirements-dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.exit(0 if v in ("3.11", "3.12") else "replayssm needs Python 3.11 or 3.12, $(PYTHON) is " + v + ": try make PYTHON=python3.12")'
+	@echo "installing into $(VENV): about 2 GB, a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

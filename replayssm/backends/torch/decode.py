@@ -74,7 +74,7 @@ def decode(
     pairs, group = batch * num_k_heads, num_v_heads // num_k_heads
     channel = g.dim() == 3
 
-    decays = g.exp().unsqueeze(2) if ring is None else replayed_decays(ring.g, g)
+    decays = g.exp().unsqueeze(2) if ring is None else decays_with_token(ring.g, g)
     x = x.reshape(pairs, columns, head_k_dim)
     if channel:
         total, after = decays[:, :, :1].flatten(0, 1), decays[:, :, 1:].flatten(0, 1)  # [pairs, 1 or R, d_k]
@@ -145,18 +145,18 @@ def append(rows: Rows, cursors: list[int], step: Step, u: Tensor, k: Tensor, g: 
 def flushed_state(state: Tensor, decays: Tensor, ring: Ring | None, u: Tensor, k: Tensor) -> Tensor:
     """Checkpoint, committed records and the current record (u, k) folded into one state."""
     batch, num_v_heads, head_v_dim, _ = state.shape
-    new = fold(state, decays, ring)
+    new = fold_rows(state, decays, ring)
     outer = new.reshape(batch, k.shape[1], -1, head_v_dim, k.shape[2])
     u = u.view(batch, k.shape[1], -1, head_v_dim, 1)
     return outer.addcmul_(u, k.float()[:, :, None, None, :]).view_as(new)
 
 
-def fold(state: Tensor, decays: Tensor, ring: Ring | None) -> Tensor:
+def fold_rows(state: Tensor, decays: Tensor, ring: Ring | None) -> Tensor:
     """``S_c exp(G_h) + Σ_j u_j (k_j exp(G_h − G_j))ᵀ``, a new tensor.
 
     Args:
         state: fp32 ``[B, H_v, d_v, d_k]``.
-        decays: of checkpoint and records, see :func:`replayed_decays`.
+        decays: of checkpoint and records, see :func:`decays_with_token`.
         ring: records, None if there are none.
     """
     channel = decays.dim() == 4
@@ -173,7 +173,7 @@ def fold(state: Tensor, decays: Tensor, ring: Ring | None) -> Tensor:
     return new.addcmul_(state, decay)
 
 
-def replayed_decays(ring_g: Tensor, g: Tensor) -> Tensor:
+def decays_with_token(ring_g: Tensor, g: Tensor) -> Tensor:
     """``exp`` of the summed log decays from each record on, the current token's included.
 
     The sums run from the newest back to the oldest: as differences of one running sum, a small decay behind a large

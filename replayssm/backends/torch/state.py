@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from replayssm.backends.torch.decode import flushing_rows, fold, read_ring, replayed_decays
+from replayssm.backends.torch.decode import decays_with_token, flushing_rows, fold_rows, read_ring
 from replayssm.backends.torch.rows import Rows
 
 
@@ -29,7 +29,7 @@ def read_state(
         return state.to(torch.float32, copy=True)
     ring = read_ring(rows, cursors, ring_u, ring_k, ring_g)
     none = torch.zeros_like(ring.g[:, :, 0])  # there is no token after the records
-    return fold(state.float(), replayed_decays(ring.g, none), ring)
+    return fold_rows(state.float(), decays_with_token(ring.g, none), ring)
 
 
 def materialize(
