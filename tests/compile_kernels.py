@@ -48,7 +48,7 @@ def source(fn: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSour
     return ASTSource(fn, signature, constexprs, attributes)
 
 
-def decode_source(kind: str, state_type: str, activation: str) -> tuple[ASTSource, int]:
+def decode_source(kind: str, state_type: str, activation: str, records: str = "updates") -> tuple[ASTSource, int]:
     group, d_v, d_k = DECODE_SHAPES[kind]
     delta = not kind.startswith("mamba2")
     ring = "fp32" if state_type == "fp32" else activation
@@ -72,6 +72,10 @@ def decode_source(kind: str, state_type: str, activation: str) -> tuple[ASTSourc
         "HAS_BIAS": True,
         "HAS_D": not delta,
         "HAS_Z": not delta,
+        "ROW_CURSORS": records != "updates",
+        "NORMAL_KEYS": records == "normalised",
+        "INPUT_RECORDS": records == "inputs",
+        "ZERO_PADDING": records != "inputs",
         "FORCED": False,
         "EPS": 1e-6,
         "BLOCK_V": block_v,
@@ -86,6 +90,8 @@ def sources() -> dict[str, tuple[ASTSource, int]]:
     for kind in DECODE_SHAPES:
         for state_type in ("fp32", "bf16"):
             found[f"{kind} {state_type}"] = decode_source(kind, state_type, "bf16")
+    for kind, records in (("gdn", "normalised"), ("kda", "normalised"), ("mamba2", "inputs")):
+        found[f"{kind} fp32 {records}"] = decode_source(kind, "fp32", "bf16", records)
     pointers = {
         "checkpoint_ptr": "*fp32",
         "ring_u_ptr": "*fp32",

@@ -73,6 +73,7 @@ def test_imports_point_one_way(path):
         ("replayssm.state.pool", "import replayssm"),
         ("replayssm.models.enable", "from replayssm.cli import run"),
         ("replayssm.integrations.sglang", "from replayssm.models import enable"),
+        ("replayssm.integrations.vllm", "from replayssm.backends import triton"),
     ],
 )
 def test_an_import_that_points_up_is_found(module, source):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+
+#: What a record holds. ``"updates"``: ``(u, k, g)``, the key as it came, its norm factor in u. ``"normalised"``: the
+#: normalised key, u without that factor. ``"inputs"``, for Mamba-2: ``(x, B, Δ)`` in place of ``(Δ x, B, Δ A)``.
+Records = Literal["updates", "normalised", "inputs"]
 
 
 class Step(NamedTuple):
@@ -14,13 +18,17 @@ class Step(NamedTuple):
     ring_u: Tensor
     ring_k: Tensor
     ring_g: Tensor
-    write_pos: Tensor
-    checkpoint_slot: Tensor
+    write_pos: Tensor  # [N], or [B] where checkpoint_slot is None
+    checkpoint_slot: Tensor | None  # None: each slot reads its own checkpoint
     slots: Tensor
     flush_period: int
     force_flush: Tensor | None
+    records: Records = "updates"
+    out: Tensor | None = None  # [B, H_v, d_v], contiguous, where a kernel that can may write the output
+    zero_padding: bool = True  # False: the kernel leaves padding rows of out alone
 
     def pick(self, rows: list[int]) -> Step:
         """The same step for some of the rows."""
         forced = None if self.force_flush is None else self.force_flush[rows]
-        return self._replace(slots=self.slots[rows], force_flush=forced)
+        cursors = self.write_pos[rows] if self.checkpoint_slot is None else self.write_pos
+        return self._replace(write_pos=cursors, slots=self.slots[rows], force_flush=forced)

@@ -25,6 +25,14 @@ from replayssm.backends.torch.rows import Rows
 from replayssm.recurrence import Rule
 
 
+class Inputs(NamedTuple):
+    """Mamba-2's own inputs, where the ring keeps those: ``u = Δ x``, ``g = Δ A``."""
+
+    x: Tensor  # [B, H, P]
+    delta: Tensor  # fp32 [B, H]
+    rate: Tensor  # fp32 [H], A
+
+
 class Ring(NamedTuple):
     """The committed records of some rows."""
 
@@ -35,19 +43,28 @@ class Ring(NamedTuple):
 
 
 def decode(
-    rule: Rule, x: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, k_norm: Tensor | None, step: Step
+    rule: Rule,
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    k_norm: Tensor | None,
+    step: Step,
+    inputs: Inputs | None = None,
 ) -> Tensor:
     """Advance each row by one token, without moving its cursor.
 
     Args:
         rule: ``"delta"`` or ``"additive"``.
         x: fp32 ``[B, H_k, C, d_k]``, the columns q and, for the delta rule, k; both normalised.
-        k: ``[B, H_k, d_k]``, raw, in the activation dtype.
+        k: ``[B, H_k, d_k]``, as the ring keeps it.
         v: fp32 ``[B, H_v, d_v]``; for the additive rule the update u itself.
         g: fp32 log decay, ``[B, H_v]`` or ``[B, H_v, d_k]``.
         beta: fp32 ``[B, H_v]``, or None for the additive rule.
         k_norm: fp32 ``[B, H_k]``, the factor between the raw and the normalised k; None for 1.
         step: state, slots and flush rule.
+        inputs: what the ring keeps in place of u and g, or None.
 
     Returns:
         fp32 ``[B, H_v, d_v]``; zero in padding rows.
@@ -58,16 +75,21 @@ def decode(
         out = v.new_zeros(v.shape)
         if live:
             beta, k_norm = (None if t is None else t[live] for t in (beta, k_norm))
-            out[live] = decode(rule, x[live], k[live], v[live], g[live], beta, k_norm, step.pick(live))
+            if inputs is not None:
+                inputs = Inputs(inputs.x[live], inputs.delta[live], inputs.rate)
+            out[live] = decode(rule, x[live], k[live], v[live], g[live], beta, k_norm, step.pick(live), inputs)
         return out
     if not slots:
         return v.new_zeros(v.shape)
 
     rows = Rows(slots, x.device)
-    cursors = rows.read(step.write_pos).tolist()
-    source = rows.read(step.checkpoint_slot).tolist()
+    if step.checkpoint_slot is None:
+        cursors, source = step.write_pos.tolist(), slots
+    else:
+        cursors, source = rows.read(step.write_pos).tolist(), rows.read(step.checkpoint_slot).tolist()
     state = (rows if source == slots else Rows(source, x.device)).read(step.checkpoint).float()
-    ring = read_ring(rows, cursors, step.ring_u, step.ring_k, step.ring_g) if any(cursors) else None
+    rate = None if inputs is None else inputs.rate
+    ring = read_ring(rows, cursors, step.ring_u, step.ring_k, step.ring_g, rate) if any(cursors) else None
 
     batch, num_k_heads, columns, head_k_dim = x.shape
     num_v_heads, head_v_dim = v.shape[1:]
@@ -106,20 +128,22 @@ def decode(
     if k_norm is not None:
         u = u * k_norm.reshape(pairs, 1, 1)
     u = u.view(v.shape)
+    kept_u, kept_g = (u, g) if inputs is None else inputs[:2]
 
     flush = flushing_rows(cursors, step.flush_period, step.force_flush)
     if not any(flush):
-        append(rows, cursors, step, u, k, g)
+        append(rows, cursors, step, kept_u, k, kept_g)
     elif all(flush):
         rows.write(step.checkpoint, flushed_state(state, decays, ring, u, k))
     else:
         keeping = [i for i, flushes in enumerate(flush) if not flushes]
         kept = Rows([slots[i] for i in keeping], x.device)
-        append(kept, [cursors[i] for i in keeping], step, u[keeping], k[keeping], g[keeping])
+        append(kept, [cursors[i] for i in keeping], step, kept_u[keeping], k[keeping], kept_g[keeping])
         flushing = [i for i, flushes in enumerate(flush) if flushes]
         flushed = Rows([slots[i] for i in flushing], x.device)
         if ring is not None:
-            ring = read_ring(flushed, [cursors[i] for i in flushing], step.ring_u, step.ring_k, step.ring_g)
+            committed = [cursors[i] for i in flushing]
+            ring = read_ring(flushed, committed, step.ring_u, step.ring_k, step.ring_g, rate)
         new = flushed_state(state[flushing], decays[flushing], ring, u[flushing], k[flushing])
         flushed.write(step.checkpoint, new)
     return y
@@ -186,15 +210,23 @@ def decays_with_token(ring_g: Tensor, g: Tensor) -> Tensor:
     return torch.cat([ring_g, g.unsqueeze(2)], dim=2).flip(2).cumsum(2).exp_().flip(2)
 
 
-def read_ring(rows: Rows, cursors: list[int], ring_u: Tensor, ring_k: Tensor, ring_g: Tensor) -> Ring:
-    """The records of some rows, with zeros where a sum would else meet what was never written."""
+def read_ring(
+    rows: Rows, cursors: list[int], ring_u: Tensor, ring_k: Tensor, ring_g: Tensor, rate: Tensor | None = None
+) -> Ring:
+    """The records of some rows, with zeros where a sum would else meet what was never written.
+
+    With a rate (Mamba-2's A), ring_u keeps x and ring_g keeps Δ: they become ``u = Δ x`` and ``g = Δ A``.
+    """
     uniform = cursors.count(cursors[0]) == len(cursors)
     prefixes = _prefixes(ring_u.shape[2], ring_u.device)
     live = prefixes[cursors[0]].unsqueeze(0) if uniform else prefixes[cursors]
     mask = live[:, None, :, None]
     u, k, g = (rows.read(ring) for ring in (ring_u, ring_k, ring_g))
     g = torch.where(mask if g.dim() == 4 else live[:, None], g, 0)
-    return Ring(torch.where(mask, u, 0).float(), k.float(), g, live)
+    u = torch.where(mask, u, 0).float()
+    if rate is not None:
+        u, g = u * g.unsqueeze(-1), g * rate.unsqueeze(-1)
+    return Ring(u, k.float(), g, live)
 
 
 @cache

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from replayssm.backends.step import Step
-from replayssm.backends.torch.decode import decode
+from replayssm.backends.torch.decode import Inputs, decode
 from replayssm.recurrence import gdn_log_decay, inverse_norm, kda_log_decay, mamba2_time_step, sigmoid, silu
 
 
@@ -67,6 +67,8 @@ def _delta_rule(
         norm = inverse_norm(x)
         x = x * norm.unsqueeze(-1)
         k_norm = norm[:, :, 1]
+        if step.records == "normalised":
+            k, k_norm = x[:, :, 1], None
     y = decode("delta", x, k, v.float(), g, beta, k_norm, step)
     return y.mul_(scale).to(v.dtype)
 
@@ -89,9 +91,12 @@ def mamba2_decode(
     bias = None if dt_bias is None else dt_bias.float()
     delta = mamba2_time_step(dt.float(), bias, use_softplus=dt_softplus, limit=(dt_min, dt_max))
     x32 = x.float()
-    y = decode("additive", C.float().unsqueeze(2), B, delta.unsqueeze(-1) * x32, delta * A.float(), None, None, step)
+    rate = A.float()
+    inputs = Inputs(x, delta, rate) if step.records == "inputs" else None
+    q, u, g = C.float().unsqueeze(2), delta.unsqueeze(-1) * x32, delta * rate
+    y = decode("additive", q, B, u, g, None, None, step, inputs)
     if D is not None:
-        y = y + D.float().unsqueeze(-1) * x32
+        y = y + (D if D.dim() == 2 else D.unsqueeze(-1)).float() * x32
     if z is not None:
         y = y * silu(z.float())
     if D is not None or z is not None:

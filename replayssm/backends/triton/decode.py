@@ -77,6 +77,8 @@ def _decode_kernel(
     b_head,
     z_row,
     z_head,
+    d_head,
+    d_dim,
     checkpoint_stride,
     ring_u_stride,
     ring_k_stride,
@@ -94,6 +96,10 @@ def _decode_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_D: tl.constexpr,
     HAS_Z: tl.constexpr,
+    ROW_CURSORS: tl.constexpr,
+    NORMAL_KEYS: tl.constexpr,
+    INPUT_RECORDS: tl.constexpr,
+    ZERO_PADDING: tl.constexpr,
     FORCED: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -112,10 +118,15 @@ def _decode_kernel(
 
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
-        tl.store(y_at, tl.zeros([BLOCK_V], tl.float32).to(y_ptr.dtype.element_ty), mask=is_v)
+        if ZERO_PADDING:
+            tl.store(y_at, tl.zeros([BLOCK_V], tl.float32).to(y_ptr.dtype.element_ty), mask=is_v)
         return
-    cursor = tl.load(write_pos_ptr + slot)
-    source = tl.load(checkpoint_slot_ptr + slot).to(tl.int64)
+    if ROW_CURSORS:
+        cursor = tl.load(write_pos_ptr + row)
+        source = slot
+    else:
+        cursor = tl.load(write_pos_ptr + slot)
+        source = tl.load(checkpoint_slot_ptr + slot).to(tl.int64)
 
     # The checkpoint tile first: everything below waits for memory anyway.
     tile_offset = (head * HEAD_V_DIM + dim_v)[:, None] * HEAD_K_DIM + dim_k[None, :]
@@ -165,9 +176,14 @@ def _decode_kernel(
         g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS
         next_g = tl.load(g_at + ring_row + 1, mask=follows, other=0.0)
         first_g = tl.load(g_at, mask=cursor > 0, other=0.0)
+        if INPUT_RECORDS:  # the ring keeps Δ, and g = Δ·A
+            next_g *= rate
+            first_g *= rate
         log_after = tl.cumsum(next_g, axis=0, reverse=True) + g
         log_total = tl.sum(next_g, axis=0) + first_g + g
     after = tl.exp(log_after)
+    if INPUT_RECORDS:  # the ring keeps x, and u = Δ·x
+        after *= tl.load(g_at + ring_row, mask=is_record, other=0.0)
     total = tl.exp(log_total)
 
     # Ring: scores of q and k with every record's key, then the weighted sums of the updates.
@@ -209,6 +225,10 @@ def _decode_kernel(
             q_norm = 1.0 / tl.sqrt_rn(tl.sum(q * q, axis=0) + EPS)
             u = (beta * k_norm) * (v - k_norm * sk)
             y = (sq + u * kq) * (q_norm * scale)
+            if NORMAL_KEYS:  # the key's norm goes into the key, not into the update
+                u = beta * (v - k_norm * sk)
+                k *= k_norm
+                k_raw = k
         else:
             u = beta * (v - sk)
             y = (sq + u * kq) * scale
@@ -216,7 +236,7 @@ def _decode_kernel(
         u = a * v
         y = sq + u * kq
         if HAS_D:
-            y += tl.load(d_ptr + head).to(tl.float32) * v
+            y += tl.load(d_ptr + head * d_head + dim_v * d_dim, mask=is_v, other=0.0).to(tl.float32) * v
         if HAS_Z:
             z = tl.load(z_ptr + row * z_row + head * z_head + dim_v, mask=is_v, other=0.0).to(tl.float32)
             y *= z * _sigmoid(z)
@@ -243,6 +263,9 @@ def _decode_kernel(
         own = checkpoint_ptr + slot * checkpoint_stride + tile_offset
         tl.store(own, state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
     else:
+        if INPUT_RECORDS:
+            u = v
+            g = a
         if ring_u_ptr.dtype.element_ty == tl.float16:
             u = tl.clamp(u, -65504.0, 65504.0)  # u holds the factor that normalises k: infinity would stay for good
         tl.store(ring_u_at + cursor * HEAD_V_DIM + dim_v, u.to(ring_u_ptr.dtype.element_ty), mask=is_v)
@@ -303,18 +326,21 @@ def _launch(
 ) -> Tensor:
     """Run the kernel on the tensors of any of the layers; the rule is the delta rule where b is given."""
     check_dense(checkpoint=step.checkpoint, ring_u=step.ring_u, ring_k=step.ring_k, ring_g=step.ring_g)
-    check_dense(write_pos=step.write_pos[None], checkpoint_slot=step.checkpoint_slot[None], slots=step.slots[None])
+    checkpoint_slot = step.slots if step.checkpoint_slot is None else step.checkpoint_slot
+    check_dense(write_pos=step.write_pos[None], checkpoint_slot=checkpoint_slot[None], slots=step.slots[None])
     batch, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[1:]
     q, k, v, z = (None if t is None else _last_dim_contiguous(t) for t in (q, k, v, z))  # type: ignore[assignment]
     assert q is not None
     assert k is not None
     assert v is not None
-    rate, bias, D = (None if t is None else t.contiguous() for t in (rate, bias, D))  # type: ignore[assignment]
+    rate, bias = (None if t is None else t.contiguous() for t in (rate, bias))  # type: ignore[assignment]
     channel = a.dim() == 3
     if channel:
         a = _last_dim_contiguous(a)
-    y = torch.empty((batch, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
+    y = step.out
+    if y is None:
+        y = torch.empty((batch, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
     if not batch:
         return y
     block_v, block_k, num_warps = tile(head_v_dim, head_k_dim, channel)
@@ -337,7 +363,7 @@ def _launch(
         step.ring_k,
         step.ring_g,
         step.write_pos,
-        step.checkpoint_slot,
+        checkpoint_slot,
         step.slots,
         step.slots if step.force_flush is None else step.force_flush,
         scale,
@@ -347,6 +373,7 @@ def _launch(
         step.flush_period,
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(a.stride(0), a.stride(1), b_or_a.stride(0), b_or_a.stride(1), z_or_v.stride(0), z_or_v.stride(1)),
+        *(0 if D is None else D.stride(0), 0 if D is None or D.dim() == 1 else D.stride(1)),
         *(t.stride(0) for t in (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)),
         NUM_V_HEADS=num_v_heads,
         GROUP=num_v_heads // num_k_heads,
@@ -361,6 +388,10 @@ def _launch(
         HAS_BIAS=bias is not None,
         HAS_D=D is not None,
         HAS_Z=z is not None,
+        ROW_CURSORS=step.checkpoint_slot is None,
+        NORMAL_KEYS=step.records == "normalised",
+        INPUT_RECORDS=step.records == "inputs",
+        ZERO_PADDING=step.zero_padding,
         FORCED=step.force_flush is not None,
         EPS=NORM_EPS,
         BLOCK_V=block_v,
