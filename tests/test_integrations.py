@@ -22,6 +22,7 @@ DELTA_SHAPES = [
 ]
 MAMBA2_SHAPES = ["mamba2-64x128-groups2", "mamba2-80x128-groups1", "mamba2-64x64-groups4"]
 SMALL = {"gdn": ("gdn", 1, 2, 16, 8), "kda": ("kda", 2, 2, 8, 16), "kda_bounded": ("kda_bounded", 1, 1, 16, 16)}
+SMALL["kda_grouped"] = ("kda", 2, 4, 8, 16)  # SGLang allows fewer key heads than value heads for KDA too
 SMALL_MAMBA2 = ("mamba2", 2, 4, 16, 8)
 
 

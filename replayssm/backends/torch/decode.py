@@ -37,7 +37,7 @@ class Ring(NamedTuple):
     """The committed records of some rows."""
 
     u: Tensor  # fp32 [B, H_v, R, d_v], zero at and past the cursor
-    k: Tensor  # fp32 [B, H_k, R, d_k], anything at and past the cursor
+    k: Tensor  # fp32 [B, H_k, R, d_k], for a channel gate [B, H_v, R, d_k], anything at and past the cursor
     g: Tensor  # [B, H_v, R] or [B, H_v, R, d_k], zero at and past the cursor
     live: Tensor  # bool [B or 1, R], False at and past the cursor
 
@@ -91,6 +91,11 @@ def decode(
     rate = None if inputs is None else inputs.rate
     ring = read_ring(rows, cursors, step.ring_u, step.ring_k, step.ring_g, rate) if any(cursors) else None
 
+    kept_k = k
+    if g.dim() == 3 and x.shape[1] < v.shape[1]:  # value heads that decay a key differently can't share its products
+        group = v.shape[1] // x.shape[1]
+        x, k = x.repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1)
+        k_norm = None if k_norm is None else k_norm.repeat_interleave(group, dim=1)
     batch, num_k_heads, columns, head_k_dim = x.shape
     num_v_heads, head_v_dim = v.shape[1:]
     pairs, group = batch * num_k_heads, num_v_heads // num_k_heads
@@ -132,13 +137,13 @@ def decode(
 
     flush = flushing_rows(cursors, step.flush_period, step.force_flush)
     if not any(flush):
-        append(rows, cursors, step, kept_u, k, kept_g)
+        append(rows, cursors, step, kept_u, kept_k, kept_g)
     elif all(flush):
         rows.write(step.checkpoint, flushed_state(state, decays, ring, u, k))
     else:
         keeping = [i for i, flushes in enumerate(flush) if not flushes]
         kept = Rows([slots[i] for i in keeping], x.device)
-        append(kept, [cursors[i] for i in keeping], step, kept_u[keeping], k[keeping], kept_g[keeping])
+        append(kept, [cursors[i] for i in keeping], step, kept_u[keeping], kept_k[keeping], kept_g[keeping])
         flushing = [i for i, flushes in enumerate(flush) if flushes]
         flushed = Rows([slots[i] for i in flushing], x.device)
         if ring is not None:
@@ -226,6 +231,8 @@ def read_ring(
     u = torch.where(mask, u, 0).float()
     if rate is not None:
         u, g = u * g.unsqueeze(-1), g * rate.unsqueeze(-1)
+    if g.dim() == 4 and k.shape[1] < u.shape[1]:
+        k = k.repeat_interleave(u.shape[1] // k.shape[1], dim=1)
     return Ring(u, k.float(), g, live)
 
 
