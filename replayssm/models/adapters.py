@@ -47,15 +47,16 @@ class Adapter(ABC):
         Args:
             hidden: the mixer's input.
             conv_state: ``[N, C, W-1]``, updated in place.
-            state: the keyword arguments of the decode operators: the layer's tensors, flush_period, backend, validate.
+            state: the keyword arguments of the decode operators: the layer's tensors, flush_period and backend.
             slots: int32 ``[B]``.
         """
 
-    def conv(self, x: Tensor, conv_state: Tensor, slots: Tensor, state: Mapping[str, Any]) -> Tensor:
+    def conv(self, x: Tensor, conv_state: Tensor, slots: Tensor, backend: str) -> Tensor:
         """Causal convolution and silu of one token, ``[B, C]``."""
         conv1d: nn.Conv1d = self.mixer.conv1d
-        weight, how = conv1d.weight.squeeze(1), {name: state[name] for name in ("backend", "validate")}
-        return ops.causal_conv1d_update(x, conv_state, weight, conv1d.bias, slots=slots, activation="silu", **how)
+        return ops.causal_conv1d_update(
+            x, conv_state, conv1d.weight.squeeze(1), conv1d.bias, slots=slots, activation="silu", backend=backend
+        )
 
     def from_upstream(self, state: Tensor) -> Tensor:
         """The state as transformers keeps it, ``[B, H_v, d_k, d_v]``, as ours, ``[B, H_v, d_v, d_k]``."""
@@ -96,7 +97,7 @@ class GatedDeltaNet(Adapter):
         """See :meth:`Adapter.decode`."""
         mixer, spec = self.mixer, self.spec
         qkv, z, a, b = self.project(hidden)
-        q, k, v = self.conv(qkv, conv_state, slots, state).split(self.split, dim=-1)
+        q, k, v = self.conv(qkv, conv_state, slots, state["backend"]).split(self.split, dim=-1)
         y = ops.gdn_decode(
             q.view(-1, spec.num_k_heads, spec.head_k_dim),
             k.view(-1, spec.num_k_heads, spec.head_k_dim),
@@ -170,7 +171,7 @@ class KimiDeltaAttention(Adapter):
         mixer, spec = self.mixer, self.spec
         heads = (-1, spec.num_v_heads, spec.head_v_dim)
         qkv = torch.cat([mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden)], dim=-1)
-        q, k, v = (x.view(heads) for x in self.conv(qkv, conv_state, slots, state).chunk(3, dim=-1))
+        q, k, v = (x.view(heads) for x in self.conv(qkv, conv_state, slots, state["backend"]).chunk(3, dim=-1))
         a, z = self.gates(hidden)
         y = ops.kda_decode(
             q,
@@ -222,7 +223,7 @@ class Mamba2(Adapter):
         """See :meth:`Adapter.decode`."""
         mixer, spec = self.mixer, self.spec
         z, xbc, dt = self.project(hidden).split(self.split, dim=-1)
-        x, B, C = self.conv(xbc, conv_state, slots, state).split(self.conv_split, dim=-1)
+        x, B, C = self.conv(xbc, conv_state, slots, state["backend"]).split(self.conv_split, dim=-1)
         heads = (-1, spec.num_v_heads, spec.head_v_dim)
         normed = not isinstance(mixer.norm, nn.Identity)
         # transformers applies time_step_limit in its chunked scan alone, never in its one-token step; to continue

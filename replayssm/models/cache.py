@@ -172,7 +172,6 @@ class ReplayCache(DynamicCache):
         conv_state, state = self._arguments[layer.index]
         with torch.no_grad():
             out = layer.adapter.decode(hidden_states.squeeze(1), conv_state, state, self.slots)
-            state["validate"] = False  # a layer's shapes and dtypes stay what they are
             if layer.index == self.last_index:
                 self.require_pool().advance(self.slots)
                 self.midway = False
@@ -290,8 +289,7 @@ class ReplayCache(DynamicCache):
 
     def _bind_arguments(self) -> None:
         pool = self.require_pool()
-        indices = range(len(self.adapters))
-        self._arguments = [(pool.conv_state(i), {**pool.state_args(i), "validate": True}) for i in indices]
+        self._arguments = [(pool.conv_state(i), pool.state_args(i)) for i in range(len(self.adapters))]
 
     def _place(self, rows: list[int], device: torch.device) -> None:
         self.rows = rows

@@ -18,7 +18,6 @@ def causal_conv1d_update(
     slots: Tensor,
     activation: str | None = None,
     backend: str = "auto",
-    validate: bool = True,
 ) -> Tensor:
     """Depthwise causal convolution, one token; the state then holds the last W − 1 inputs, oldest first.
 
@@ -32,7 +31,6 @@ def causal_conv1d_update(
         slots: ``[B]`` int32, negative for a padding row.
         activation: ``"silu"``, its synonym ``"swish"``, or None.
         backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
-        validate: False leaves out the checks, for callers whose tensors had the same shapes and dtypes before.
 
     Returns:
         ``[B, C]`` in the dtype of x; zero in padding rows.
@@ -40,20 +38,19 @@ def causal_conv1d_update(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or the activation is unknown.
     """
-    if validate:
-        check_rank("x", x, "[B, C]")
-        check_rank("weight", weight, "[C, W]")
-        check_rank("conv_state", conv_state, "[N, C, W-1]")
-        channels, width = weight.shape
-        check_tensor("x", x, (x.shape[0], channels), "[B, C]")
-        state_shape = (conv_state.shape[0], channels, width - 1)
-        check_tensor("conv_state", conv_state, state_shape, "[N, C, W-1]", (x.dtype,), x.device)
-        check_tensor("weight", weight, (channels, width), "[C, W]", device=x.device)
-        if bias is not None:
-            check_tensor("bias", bias, (channels,), "[C]", device=x.device)
-        check_tensor("slots", slots, (x.shape[0],), "[B]", (torch.int32,), x.device)
-        if activation not in ("silu", "swish", None):
-            raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
+    check_rank("x", x, "[B, C]")
+    check_rank("weight", weight, "[C, W]")
+    check_rank("conv_state", conv_state, "[N, C, W-1]")
+    channels, width = weight.shape
+    check_tensor("x", x, (x.shape[0], channels), "[B, C]")
+    state_shape = (conv_state.shape[0], channels, width - 1)
+    check_tensor("conv_state", conv_state, state_shape, "[N, C, W-1]", (x.dtype,), x.device)
+    check_tensor("weight", weight, (channels, width), "[C, W]", device=x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (channels,), "[C]", device=x.device)
+    check_tensor("slots", slots, (x.shape[0],), "[B]", (torch.int32,), x.device)
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
     activation = "silu" if activation == "swish" else activation
     return call(
         "causal_conv1d_update", x, conv_state, weight, bias, slots, activation, resolve_backend(backend, x.device)

@@ -53,7 +53,6 @@ def gdn_decode(
     scale: float | None = None,
     qk_l2norm: bool = True,
     backend: str = "auto",
-    validate: bool = True,
 ) -> Tensor:
     """Gated DeltaNet, one token (Yang et al., 2024).
 
@@ -73,7 +72,6 @@ def gdn_decode(
         scale: factor of q, default ``d_k ** -0.5``.
         qk_l2norm: False if q and k come normalised.
         backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
-        validate: False leaves out the checks, for callers whose tensors had the same shapes and dtypes before.
 
     Returns:
         ``[B, H_v, d_v]`` in the dtype of v; zero in padding rows.
@@ -81,18 +79,15 @@ def gdn_decode(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
-    if validate:
-        _check_qkv(q, k, v, checkpoint, ring_k)
-        rows = (q.shape[0], v.shape[1])
-        device = checkpoint.device
-        check_state(
-            checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=False, activation_dtype=k.dtype
-        )
-        check_tensor("a", a, rows, "[B, H_v]", device=device)
-        check_tensor("b", b, rows, "[B, H_v]", device=device)
-        check_tensor("A_log", A_log, rows[1:], "[H_v]", device=device)
-        check_tensor("dt_bias", dt_bias, rows[1:], "[H_v]", device=device)
-        check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
+    _check_qkv(q, k, v, checkpoint, ring_k)
+    rows = (q.shape[0], v.shape[1])
+    device = checkpoint.device
+    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=False, activation_dtype=k.dtype)
+    check_tensor("a", a, rows, "[B, H_v]", device=device)
+    check_tensor("b", b, rows, "[B, H_v]", device=device)
+    check_tensor("A_log", A_log, rows[1:], "[H_v]", device=device)
+    check_tensor("dt_bias", dt_bias, rows[1:], "[H_v]", device=device)
+    check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
     return call(
@@ -108,7 +103,7 @@ def gdn_decode(
         scale,
         qk_l2norm,
         *state,
-        resolve_backend(backend, checkpoint.device),
+        resolve_backend(backend, device),
     )
 
 
@@ -135,7 +130,6 @@ def kda_decode(
     scale: float | None = None,
     qk_l2norm: bool = True,
     backend: str = "auto",
-    validate: bool = True,
 ) -> Tensor:
     """Kimi Delta Attention, one token (Kimi Team, 2025): the delta rule with one decay per key channel.
 
@@ -150,7 +144,7 @@ def kda_decode(
         A_log: ``[H]``.
         dt_bias: ``[H, d_k]`` or ``[H·d_k]``.
         lower_bound: a negative number, or None for the softplus gate.
-        checkpoint ... validate: as for :func:`gdn_decode`; ``ring_g`` is ``[N, H, R, d_k]``.
+        checkpoint ... backend: as for :func:`gdn_decode`; ``ring_g`` is ``[N, H, R, d_k]``.
 
     Returns:
         ``[B, H, d_v]`` in the dtype of v; zero in padding rows.
@@ -158,30 +152,21 @@ def kda_decode(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
-    if validate:
-        _check_qkv(q, k, v, checkpoint, ring_k)
-        if k.shape[1] != v.shape[1]:
-            raise ValueError(
-                f"k has {k.shape[1]} heads, v has {v.shape[1]}: KDA wants as many key heads as value heads"
-            )
-        device = checkpoint.device
-        check_state(
-            checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=True, activation_dtype=k.dtype
-        )
-        check_tensor("a", a, tuple(k.shape), "[B, H, d_k]", device=device)
-        check_tensor("b", b, tuple(k.shape[:2]), "[B, H]", device=device)
-        check_tensor("A_log", A_log, tuple(k.shape[1:2]), "[H]", device=device)
-        if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
-            check_tensor("dt_bias", dt_bias, (k.shape[1] * k.shape[2],), "[H * d_k]", device=device)
-        else:
-            check_tensor("dt_bias", dt_bias, tuple(k.shape[1:]), "[H, d_k]", device=device)
-        if lower_bound is not None and not lower_bound < 0:
-            raise ValueError(
-                f"lower_bound is {lower_bound}: a negative number, or None for the softplus gate, is wanted"
-            )
-        check_step(checkpoint, ring_k, slots, k.shape[0], flush_period, force_flush)
-    if dt_bias.dim() == 1:
+    _check_qkv(q, k, v, checkpoint, ring_k)
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} heads, v has {v.shape[1]}: KDA wants as many key heads as value heads")
+    device = checkpoint.device
+    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=True, activation_dtype=k.dtype)
+    check_tensor("a", a, tuple(k.shape), "[B, H, d_k]", device=device)
+    check_tensor("b", b, tuple(k.shape[:2]), "[B, H]", device=device)
+    check_tensor("A_log", A_log, tuple(k.shape[1:2]), "[H]", device=device)
+    if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
+        check_tensor("dt_bias", dt_bias, (k.shape[1] * k.shape[2],), "[H * d_k]", device=device)
         dt_bias = dt_bias.view(k.shape[1:])
+    check_tensor("dt_bias", dt_bias, tuple(k.shape[1:]), "[H, d_k]", device=device)
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound is {lower_bound}: a negative number, or None for the softplus gate, is wanted")
+    check_step(checkpoint, ring_k, slots, k.shape[0], flush_period, force_flush)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
     return call(
@@ -198,7 +183,7 @@ def kda_decode(
         scale,
         qk_l2norm,
         *state,
-        resolve_backend(backend, checkpoint.device),
+        resolve_backend(backend, device),
     )
 
 
@@ -224,7 +209,6 @@ def mamba2_decode(
     dt_softplus: bool = True,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     backend: str = "auto",
-    validate: bool = True,
 ) -> Tensor:
     """Mamba-2, one token (Dao and Gu, 2024): the additive rule.
 
@@ -241,7 +225,7 @@ def mamba2_decode(
         dt_bias: ``[H]`` or None.
         dt_softplus: False if dt needs no softplus.
         dt_limit: smallest and largest Δ.
-        checkpoint ... validate: as for :func:`gdn_decode`.
+        checkpoint ... backend: as for :func:`gdn_decode`.
 
     Returns:
         ``[B, H, P]`` in the dtype of x; zero in padding rows.
@@ -249,24 +233,21 @@ def mamba2_decode(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
-    if validate:
-        _check_qkv(C, B, x, checkpoint, ring_k, names=("C", "B", "x"), dims=("[B, G, N]", "[B, H, P]"))
-        rows = (x.shape[0], x.shape[1])
-        device = checkpoint.device
-        check_state(
-            checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=False, activation_dtype=x.dtype
-        )
-        check_tensor("dt", dt, rows, "[B, H]", device=device)
-        check_tensor("A", A, rows[1:], "[H]", device=device)
-        for name, tensor in (("D", D), ("dt_bias", dt_bias)):
-            if tensor is not None:
-                check_tensor(name, tensor, rows[1:], "[H]", device=device)
-        if z is not None:
-            check_tensor("z", z, tuple(x.shape), "[B, H, P]", device=device)
-        if not isinstance(dt_limit, tuple) or len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
-            raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")
-        check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
-    dt_min, dt_max = dt_limit
+    _check_qkv(C, B, x, checkpoint, ring_k, names=("C", "B", "x"), dims=("[B, G, N]", "[B, H, P]"))
+    rows = (x.shape[0], x.shape[1])
+    device = checkpoint.device
+    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=False, activation_dtype=x.dtype)
+    check_tensor("dt", dt, rows, "[B, H]", device=device)
+    check_tensor("A", A, rows[1:], "[H]", device=device)
+    for name, tensor in (("D", D), ("dt_bias", dt_bias)):
+        if tensor is not None:
+            check_tensor(name, tensor, rows[1:], "[H]", device=device)
+    if z is not None:
+        check_tensor("z", z, tuple(x.shape), "[B, H, P]", device=device)
+    dt_min, dt_max = dt_limit if isinstance(dt_limit, tuple) and len(dt_limit) == 2 else (1.0, 0.0)
+    if not 0 <= dt_min <= dt_max:
+        raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")
+    check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
     return call(
         "mamba2_decode",
@@ -282,7 +263,7 @@ def mamba2_decode(
         dt_min,
         dt_max,
         *state,
-        resolve_backend(backend, checkpoint.device),
+        resolve_backend(backend, device),
     )
 
 
