@@ -640,3 +640,14 @@ def test_an_interrupted_forward_is_not_continued_in_silence(one_per_kind, tokens
         forward(model, random_ids(1, tokens), cache)
     cache.reset()
     assert torch.equal(forward(model, prompt, cache), expected)
+
+
+def test_a_dtype_changed_in_the_middle_of_a_cache_is_refused():
+    """Not at the first step alone: a cache outlives changes of its model."""
+    model = replayssm.enable(build("qwen3_5"))
+    cache = ReplayCache(model)
+    forward(model, random_ids(1, 6), cache)
+    forward(model, random_ids(1, 1), cache)
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="conv_state has dtype float32: bfloat16 is wanted"):
+        forward(model, random_ids(1, 1), cache)
