@@ -1,13 +1,16 @@
-# make demo | test | test-gpu | lint | bench    (README.md says what each shows)
+# make demo | test | test-gpu | test-sanitizer | lint | bench    (README.md says what each shows)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The GPU tests run where nothing can be installed: with the PYTHON that was named, else the venv, else python3.
 GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
+# Most of their time is Triton compiling kernels, which the workers share through its cache. One inductor thread, since
+# its other processes keep a worker's pipes open, and pytest waits for them at the end.
+GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 8')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast test-oldest test-gpu lint format bench venv clean
+.PHONY: demo test test-fast test-oldest test-gpu test-sanitizer lint format bench venv clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -28,7 +31,11 @@ test-oldest: $(OLDEST)/.installed
 
 test-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-gpu: torch sees no GPU here")'
-	$(GPU_PYTHON) -m pytest -m gpu tests
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu $(GPU_WORKERS) tests
+
+# memcheck and racecheck of NVIDIA's compute-sanitizer over every Triton kernel.
+test-sanitizer:
+	@$(GPU_PYTHON) tests/sanitize.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -143,7 +143,7 @@ def measure(shape: Shape, batch: int, ring_len: int, periods: int) -> list[dict[
     spec = shape.spec
     rows = []
     for contender, microseconds in zip(
-        ("transformers/torch", "replayssm/torch"), zip(*times, strict=True), strict=True
+        ("transformers/torch", f"replayssm/{pool.backend}"), zip(*times, strict=True), strict=True
     ):
         tenths = quantiles(microseconds, n=10)
         rows.append(

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.status import Status
 
 import replayssm
-from replayssm import bundled
+from replayssm import bench_cli, bundled
 from replayssm.errors import InputError, one_line
 from replayssm.model_folder import check_model
 from replayssm.options import (
     DEVICES,
     DTYPES,
     RING_DTYPES,
+    SPECULATE,
     STATE_DTYPES,
     GenerateOptions,
     LoadOptions,
@@ -32,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_cli.app, name="bench")
 
 
 def _integer(text: str) -> int:
@@ -80,7 +82,7 @@ def generate(
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
     ring_dtype: Annotated[str, typer.Option(help=f"Of the update vectors: {', '.join(RING_DTYPES)}.")] = "auto",
-    backend: Annotated[str, typer.Option(help="auto, torch or triton; cuda is not in this release.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, cpu, torch or triton; cuda is not in this release.")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; auto on a CPU: float32.")] = "auto",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
     temperature: Annotated[float, typer.Option(**NUMBER, help="0 is greedy, above it samples.")] = 0.0,
@@ -90,6 +92,13 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template, the prompt as message.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")] = False,
     no_replay: Annotated[bool, typer.Option("--no-replay", help="Use transformers' own step instead.")] = False,
+    speculate: Annotated[str | None, typer.Option(help=f"Draft tokens ahead by {', '.join(SPECULATE)}.")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Model folder or bundled name, for --speculate draft.")
+    ] = None,
+    num_draft: Annotated[int, typer.Option(**INTEGER, help="Draft at most so many tokens ahead.")] = 3,
+    tree: Annotated[int, typer.Option(**INTEGER, help="Candidates for each place of a draft; 1 is a chain.")] = 1,
+    fixed_draft: Annotated[bool, typer.Option("--fixed-draft", help="Always draft --num-draft tokens.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it is generated.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -109,6 +118,11 @@ def generate(
         chat=chat,
         ignore_eos=ignore_eos,
         replay=not no_replay,
+        speculate=speculate,
+        draft_model=draft_model,
+        num_draft=num_draft,
+        tree=tree,
+        fixed_draft=fixed_draft,
     )
     load_options = LoadOptions(dtype=dtype, device=device)
     if prompt == "-" and sys.stdin is None:
@@ -117,6 +131,8 @@ def generate(
     check_prompt(text)
     name = model if model is not None else bundled.names()[0]
     check_model(name)
+    if draft_model is not None:
+        check_model(draft_model)
 
     from replayssm.generate import check_backend
     from replayssm.generate import generate as run_generate
@@ -140,10 +156,18 @@ def generate(
         f"{result.new_tokens} tokens in {result.seconds:.2f} s ({result.tokens_per_second:.1f} tokens/s)"
         f"{', ended by an end-of-text token' if result.finish_reason == 'stop' else ''}, "
         f"backend {result.backend}, {result.flushes} flushes, state written "
-        f"{result.state_bytes_written:,} of {result.state_bytes_written_stepwise:,} bytes stepwise",
+        f"{result.state_bytes_written:,} of {result.state_bytes_written_stepwise:,} bytes stepwise{_told(result)}",
         style="dim",
         soft_wrap=True,
     )
+
+
+def _told(result: Any) -> str:
+    """What speculation was worth, for the summary line."""
+    told = result.speculation
+    if told is None:
+        return ""
+    return f"; {told.tokens_per_step:.2f} tokens a step, of drafts {told.accepted} in {told.drafted} accepted"
 
 
 def _console() -> Console:

@@ -104,7 +104,7 @@ TRANSFORMERS = _Range((5, 17), (5, 25))
 
 
 def examine() -> Report:
-    """Look at this machine. Nothing is changed and no model is loaded."""
+    """Look at this machine. No model is loaded, and nothing changes but that the cpu backend may be compiled."""
     python = _judge("python", platform.python_version(), PYTHON, needed=True)
     torch = _installed("torch", TORCH, needed=True)
     triton = _installed("triton", TRITON, needed=False)
@@ -172,7 +172,11 @@ def _no_gpu(reason: str) -> Gpu:
     return Gpu(available=False, names=[], capability=None, cuda=None, reason=reason)
 
 
-_RUNS_ON = {"torch": "runs wherever PyTorch does", "triton": "runs on GPUs, and in its interpreter for tests"}
+_RUNS_ON = {
+    "cpu": "runs on CPUs, in C that this machine's compiler has built",
+    "torch": "runs wherever PyTorch does",
+    "triton": "runs on GPUs, and in its interpreter for tests",
+}
 
 
 def _backends(torch: Part) -> tuple[list[Backend], str]:

@@ -16,6 +16,7 @@ from replayssm.loading import LoadedModel, quiet_libraries
 from replayssm.models.fallback import on_a_cpu
 from replayssm.models.support import find_adapters
 from replayssm.options import GenerateOptions, check_prompt
+from replayssm.speculative import Speculation, generate_with_drafts
 from replayssm.state import LayerSpec
 
 OnText = Callable[[str], None]
@@ -26,7 +27,7 @@ class GenerateResult(BaseModel):
 
     Byte counts are of recurrent state, all linear layers together; a prefill writes its state once, in every count.
     ``state_bytes_written_stepwise`` is what a state update at every token writes. Without replay ``backend`` is
-    ``"transformers"`` and ``ring_len`` is 1: each step writes the state.
+    ``"transformers"`` and ``ring_len`` is 1: each step writes the state. With speculation a step is a window.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,6 +55,7 @@ class GenerateResult(BaseModel):
     prefill_seconds: float
     tokens_per_second: float
     decode_tokens_per_second: float
+    speculation: Speculation | None = None
 
 
 def generate(
@@ -85,11 +87,16 @@ def generate(
         if options.seed is not None:
             torch.manual_seed(options.seed)
         clock = _Clock(loaded.tokenizer, prompt_tokens, on_text)
-        sequences = loaded.model.generate(**inputs, streamer=clock, use_cache=True)
+        cache = speculation = None
+        if options.speculate is not None:
+            token_ids, speculation, cache = generate_with_drafts(loaded, inputs, options, clock)
+        else:
+            sequences = loaded.model.generate(**inputs, streamer=clock, use_cache=True)
+            token_ids = sequences[0, prompt_tokens:].tolist()
+            cache = models.last_cache(loaded.model)
         seconds = time.perf_counter() - clock.start
-        counters = _counters(loaded.model, options, layers, decode_steps=sequences.shape[1] - prompt_tokens - 1)
+        counters = _counters(cache, options, layers, decode_steps=len(token_ids) - 1)
 
-    token_ids: list[int] = sequences[0, prompt_tokens:].tolist()
     new_tokens = len(token_ids)
     stopped = not options.ignore_eos and bool(token_ids) and token_ids[-1] in loaded.eos_token_ids
     decode_seconds = seconds - clock.prefill_seconds
@@ -106,6 +113,7 @@ def generate(
         prefill_seconds=clock.prefill_seconds,
         tokens_per_second=new_tokens / seconds,
         decode_tokens_per_second=(new_tokens - 1) / decode_seconds if new_tokens > 1 else 0.0,
+        speculation=speculation,
         **counters,
     )
 
@@ -193,14 +201,19 @@ def _recurrent_layers(model: Any) -> list[LayerSpec]:
         raise InputError(one_line(error, limit=400)) from error
 
 
-def _counters(model: Any, options: GenerateOptions, layers: list[LayerSpec], decode_steps: int) -> dict[str, Any]:
+def _counters(
+    cache: models.ReplayCache | None, options: GenerateOptions, layers: list[LayerSpec], decode_steps: int
+) -> dict[str, Any]:
     if not options.replay:
         settings = {"ring_len": 1, "backend": "transformers", "state_dtype": "float32"}
         return settings | stepwise_counters(layers, decode_steps)
-    cache = models.last_cache(model)
     assert cache is not None, "generate() of an enabled model makes a cache"
     pool = cache.require_pool()
-    return {"ring_len": pool.ring_len, "backend": pool.backend, "state_dtype": options.state_dtype} | pool.counters()
+    settings = {"ring_len": pool.ring_len, "backend": pool.backend, "state_dtype": options.state_dtype}
+    counted = pool.counters()
+    counted["flushes"] += counted["folds"]
+    counted["decode_steps"] += counted["verify_steps"]
+    return settings | counted
 
 
 def stepwise_counters(layers: list[LayerSpec], decode_steps: int) -> dict[str, int]:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from replayssm.errors import InputError
 
-BACKENDS = ("auto", "torch", "triton", "cuda")
+BACKENDS = ("auto", "cpu", "torch", "triton", "cuda")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 RING_DTYPES = ("auto", *STATE_DTYPES)
+SPECULATE = ("ngram", "mtp", "draft")
+MAX_DRAFT = 15  # a window of 16 tokens holds the last token, and the drafts behind it
 MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow float32
 MAX_RING_LEN = 4096  # a ring of d_k records takes more memory than the state: far longer ones are a mistake
 
@@ -30,6 +32,9 @@ class LoadOptions:
 class GenerateOptions:
     """How tokens are generated. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 keep every token.
 
+    With `speculate`, `num_draft` tokens are drafted ahead, or fewer where that pays more, unless `fixed_draft`;
+    `tree` is the number of candidates for each place, 1 for a chain.
+
     Raises:
         InputError: a value out of its range; the message names the option.
     """
@@ -46,6 +51,11 @@ class GenerateOptions:
     chat: bool = False
     ignore_eos: bool = False
     replay: bool = True
+    speculate: str | None = None
+    draft_model: str | None = None
+    num_draft: int = 3
+    tree: int = 1
+    fixed_draft: bool = False
 
     def __post_init__(self) -> None:
         _at_least("max-new-tokens", self.max_new_tokens, 1)
@@ -61,6 +71,25 @@ class GenerateOptions:
         _at_least("top-k", self.top_k, 0)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise InputError(f"seed is {self.seed}: it must be from 0 to 2**63 - 1")
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        if not 1 <= self.num_draft <= MAX_DRAFT:
+            raise InputError(f"num-draft is {self.num_draft}: it must be from 1 to {MAX_DRAFT}")
+        if not 1 <= self.tree <= MAX_DRAFT:
+            raise InputError(f"tree is {self.tree}: it must be from 1 (a chain) to {MAX_DRAFT} candidates for a place")
+        if self.speculate is None:
+            if self.draft_model is not None:
+                raise InputError("draft-model was given without --speculate draft, which it is for")
+            return
+        _one_of("speculate", self.speculate, SPECULATE)
+        if not self.replay:
+            raise InputError("speculate and no-replay were both given: drafts are rolled back by replay, choose one")
+        if (self.speculate == "draft") != (self.draft_model is not None):
+            raise InputError(
+                f"speculate is {self.speculate!r} and draft-model is {self.draft_model!r}: "
+                "a draft model is wanted with --speculate draft, and with it alone"
+            )
 
 
 def check_prompt(prompt: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from verify_sources import described
 
 from replayssm.backends.triton import conv, decode, state
 
@@ -31,7 +32,8 @@ TARGETS = {
 
 #: kind: (group, d_v, d_k)
 DECODE_SHAPES = {"gdn": (2, 128, 128), "kda": (1, 128, 128), "mamba2": (8, 64, 128), "mamba2-n256": (48, 64, 256)}
-WIDE = ("checkpoint_stride", "ring_u_stride", "ring_k_stride", "ring_g_stride", "out_stride", "state_slot")
+WIDE = ("checkpoint_stride", "ring_u_stride", "ring_k_stride", "ring_g_stride", "ring_stride", "out_stride")
+WIDE += ("state_slot", "window_slot")
 
 
 def source(fn: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSource:
@@ -111,6 +113,8 @@ def sources() -> dict[str, tuple[ASTSource, int]]:
     types = dict.fromkeys(("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "force_flush_ptr"), "*i32")
     constants = {"FORCED": True, "COUNTED": True, "BLOCK": 128}
     found["advance"] = source(state._advance_kernel, types | {"counters_ptr": "*i64"}, constants), 4
+    for name, (fn, types, constants, num_warps) in described().items():
+        found[name] = source(fn, types, constants), num_warps
     return found
 
 

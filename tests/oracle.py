@@ -96,16 +96,25 @@ class Layer:
         a = normal(h_v, d_k) if self.kind.startswith("kda") else normal(h_v)
         return {"q": normal(h_k, d_k), "k": normal(h_k, d_k), "v": normal(h_v, d_v), "a": a, "b": normal(h_v)}
 
+    def draw_window(self, batch: int, tokens: int) -> dict[str, Tensor]:
+        """Projections of a window of tokens for each row, ``[B, T, ...]``."""
+        return {name: x.unflatten(0, (batch, tokens)) for name, x in self.draw(batch * tokens).items()}
+
     def decode(self, inputs: dict[str, Tensor], **state: Any) -> Tensor:
-        """The operator under test."""
+        """The operator under test, on one token."""
+        return self._call("decode", inputs, state)
+
+    def verify(self, inputs: dict[str, Tensor], **state: Any) -> Tensor:
+        """The operator under test, on a window."""
+        return self._call("verify", inputs, state)
+
+    def _call(self, step: str, inputs: dict[str, Tensor], state: dict[str, Any]) -> Tensor:
+        operator = getattr(ops, f"{self.kind.partition('_')[0]}_{step}")
         if self.kind == "mamba2":
-            A = -self.A_log.exp()
-            return ops.mamba2_decode(**inputs, A=A, D=self.D, dt_bias=self.dt_bias, **state)
+            return operator(**inputs, A=-self.A_log.exp(), D=self.D, dt_bias=self.dt_bias, **state)
+        bound = {"lower_bound": LOWER_BOUND} if self.kind == "kda_bounded" else {}
         gate = {"A_log": self.A_log, "dt_bias": self.dt_bias, "beta_scale": self.beta_scale}
-        if self.kind == "gdn":
-            return ops.gdn_decode(**inputs, **gate, **state)
-        bound = LOWER_BOUND if self.kind == "kda_bounded" else None
-        return ops.kda_decode(**inputs, **gate, lower_bound=bound, **state)
+        return operator(**inputs, **gate, **bound, **state)
 
     def reference(
         self, inputs: dict[str, Tensor], state: Tensor, dtype: torch.dtype = torch.float64
@@ -131,6 +140,21 @@ class Layer:
         k = x["k"] * recurrence.inverse_norm(x["k"])[..., None]
         return recurrence.step(state, q, k, x["v"], g, beta, "delta")
 
+    def reference_window(
+        self, inputs: dict[str, Tensor], state: Tensor, parents: list[int], dtype: torch.dtype = torch.float64
+    ) -> tuple[list[Tensor], Tensor]:
+        """The recurrence along each token's path: states ``[B, ...]`` per token and outputs ``[B, T, ...]``.
+
+        All rows have the same parents; −1 is the given state.
+        """
+        states, outputs = [], []
+        for i, parent in enumerate(parents):
+            token = {name: x[:, i] for name, x in inputs.items()}
+            after, y = self.reference(token, state if parent < 0 else states[parent], dtype)
+            states.append(after)
+            outputs.append(y)
+        return states, torch.stack(outputs, dim=1)
+
     def zero_state(self, batch: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.zeros(batch, self.num_v_heads, self.head_v_dim, self.head_k_dim, dtype=dtype, device=self.device)
 
@@ -142,3 +166,4 @@ def poison(pool: Any) -> None:
         for name in ("checkpoint", "ring_u", "ring_k", "ring_g"):
             args[name].fill_(float("nan"))
         pool.conv_state(layer).fill_(float("nan"))
+        pool.conv_window(layer).fill_(float("nan"))

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from replayssm import bundled, cli
+from replayssm import bundled, cli, ops
 from replayssm.architectures import FAMILIES, MODEL_TYPES
 from replayssm.generate import generate, stepwise_counters
 from replayssm.loading import load_model
@@ -103,7 +103,7 @@ def test_json_is_one_object_with_every_key(replayssm, name):
     assert out.count("\n") == 1
     assert result.keys() >= RESULT_KEYS
     assert result["new_tokens"] == len(result["token_ids"]) == 20
-    assert (result["ring_len"], result["backend"]) == (16, "triton" if torch.cuda.is_available() else "torch")
+    assert (result["ring_len"], result["backend"]) == (16, ops.resolve_backend("auto"))
     assert result["tokens_per_second"] == pytest.approx(20 / result["seconds"])
 
     code, out, err = replayssm(*args, "--no-replay")
@@ -259,10 +259,12 @@ def test_a_bad_option_is_one_line_and_exit_2(replayssm, args, parts):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
-def test_a_gpu_that_is_not_there_is_one_line_and_exit_2(replayssm, backend):
+@pytest.mark.parametrize(
+    ("backend", "part"), [("auto", "GPU"), ("torch", "GPU"), ("triton", "GPU"), ("cpu", "for tensors on a CPU")]
+)
+def test_a_gpu_that_is_not_there_is_one_line_and_exit_2(replayssm, backend, part):
     args = ("generate", "--prompt", PROMPT, "--device", "cuda", "--backend", backend)
-    expect_one_line(replayssm(*args), "GPU")
+    expect_one_line(replayssm(*args), part)
 
 
 def test_triton_without_a_gpu_is_one_line_and_exit_2(replayssm, monkeypatch):
@@ -459,9 +461,9 @@ def test_doctor_json_tells_what_runs_here(replayssm):
     report = json.loads(out)
     assert report["ok"] is True
     assert report["bundled_models"] == list(NAMES)
-    assert report["chosen_backend"] == ("triton" if report["gpu"]["available"] else "torch")
+    assert report["chosen_backend"] == ops.resolve_backend("auto")
     backends = {b["name"]: b for b in report["backends"]}
-    assert backends.keys() == {"torch", "triton", "cuda"}
+    assert backends.keys() == {"cpu", "torch", "triton", "cuda"}
     assert backends["torch"]["available"]
     assert report["torch"]["version"]
     assert report["gpu"]["available"] or report["gpu"]["reason"]

@@ -37,6 +37,7 @@ def test_equals_the_convolution_of_the_whole_sequence(
     assert state[[1, 3]].isnan().all()
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_are_summed_in_fp32(dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 64).to(dtype), torch.randn(64, 4).to(dtype)
@@ -48,6 +49,7 @@ def test_16_bit_inputs_are_summed_in_fp32(dtype: torch.dtype) -> None:
     assert torch.equal(y, (window * weight.double()).sum(-1).to(dtype))
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 def test_same_row_same_bits_in_any_batch() -> None:
     x, weight, state = torch.randn(33, 70), torch.randn(70, 4), torch.randn(33, 70, 3)
     slots = torch.arange(33, dtype=torch.int32)
@@ -57,10 +59,11 @@ def test_same_row_same_bits_in_any_batch() -> None:
         assert torch.equal(some, every[rows])
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 def test_registered_and_compiles() -> None:
     x, weight, state = torch.randn(2, 6), torch.randn(6, 4), torch.randn(3, 6, 3)
     slots = torch.tensor([2, 0], dtype=torch.int32)
-    args = (x, state, weight, None, slots, "silu", "torch")
+    args = (x, state, weight, None, slots, "silu", ops.resolve_backend("auto", "cpu"))
     torch.library.opcheck(
         torch.ops.replayssm.causal_conv1d_update.default,
         args,

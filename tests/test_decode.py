@@ -75,6 +75,7 @@ def test_16_bit_activations(shape: str, state_dtype: torch.dtype, dtype: torch.d
             assert relative_error(y, expected) < 1e-2
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_state_after_10000_steps(kind: str) -> None:
     layer = Layer(kind, 1, 1 if kind.startswith("kda") else 2, 16, 16, seed=3)
@@ -125,6 +126,7 @@ def errors_beside_stepwise(layer: Layer, ring_len: int, state_dtype: torch.dtype
     return torch.tensor(errors, dtype=torch.float64).square().mean(0).sqrt()
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("state_dtype", [BF16, F16], ids=["statebf16", "state16"])
 @pytest.mark.parametrize("shape", ["gdn-64x64-ratio3", "kda-bounded-64x64", "mamba2-64x64-groups4"])
@@ -138,6 +140,7 @@ def test_16_bit_checkpoint_is_never_worse_than_stepwise(
         assert (replay <= stepwise * 1.005).all(), (ring_len, replay, stepwise)
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 def test_16_bit_checkpoint_with_fp32_updates_gains_the_root_of_ring_len() -> None:
     """Rounded L times less often, the error falls by about √L: 4 at L = 16, as docs/architecture.md says."""
     layer = Layer.named("gdn-64x64-ratio3", dtype=BF16)
@@ -200,6 +203,7 @@ def test_forced_flush(kind: str, flag_dtype: torch.dtype, place: dict[str, str])
             assert relative_error(pool.fold_args(0)["checkpoint"][flushed], state[flushed]) < 1e-6
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 def test_only_a_flush_writes_the_checkpoint() -> None:
     layer = Layer("gdn", 1, 2, 16, 16)
     pool = pool_for(layer, 1, ring_len=4)
@@ -212,6 +216,7 @@ def test_only_a_flush_writes_the_checkpoint() -> None:
         assert torch.equal(before, checkpoint) == (step % 4 != 3)
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 def test_a_small_decay_behind_a_large_one_keeps_its_digits() -> None:
     """log decays of −90 and −1e-3 side by side: as differences of one running sum, 1e-5 of the state would be lost."""
     layer = Layer("mamba2", 1, 1, 16, 16)
@@ -230,6 +235,7 @@ def test_a_small_decay_behind_a_large_one_keeps_its_digits() -> None:
         assert relative_error(pool.read_state(0, rows), state) < 2e-6
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 def test_beta_is_fp32_when_its_projection_is_16_bit() -> None:
     """A β rounded to bf16 would be off by 2e-3; the fp32 state shows that it isn't."""
     layer = Layer("gdn", 1, 1, 32, 32, dtype=BF16)
@@ -259,6 +265,7 @@ def strided_state(spec: LayerSpec, num_slots: int, ring_len: int) -> dict[str, T
     return state
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_may_be_pages_of_a_larger_pool(kind: str) -> None:
     layer = Layer(kind, 2, 2, 16, 16)
@@ -284,6 +291,7 @@ def test_slots_may_be_pages_of_a_larger_pool(kind: str) -> None:
     assert page[:, -8:].isnan().all()
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 @pytest.mark.parametrize("state_dtype", [F32, BF16], ids=["state32", "statebf16"])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if "128x128-ratio1" not in s])
 def test_same_row_same_bits_in_any_company(shape: str, state_dtype: torch.dtype) -> None:
@@ -346,6 +354,7 @@ def test_inputs_may_be_views_of_one_projection(kind: str, place: dict[str, str])
     assert torch.equal(packed.read_state(0, [0, 1, 2]), apart.read_state(0, [0, 1, 2]))
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 @pytest.mark.parametrize("kind", KINDS)
 def test_registered_correctly_with_torch_library(kind: str) -> None:
     """Schema, declared mutations and fake implementation, by torch's own checker."""
@@ -353,7 +362,7 @@ def test_registered_correctly_with_torch_library(kind: str) -> None:
     pool = ReplayPool([layer.spec], 3, ring_len=4)
     slots = pool.slot_tensor(pool.alloc(2))
     x = layer.draw(2)
-    state = [*pool.fold_args(0).values(), slots, 4, None, "torch"]
+    state = [*pool.fold_args(0).values(), slots, 4, None, pool.backend]
     gate = [layer.A_log, layer.dt_bias]
     if kind == "mamba2":
         op, head = "mamba2_decode", [*[x[n] for n in ("x", "dt", "B", "C")], -layer.A_log.exp(), layer.D, x["z"]]
@@ -367,6 +376,7 @@ def test_registered_correctly_with_torch_library(kind: str) -> None:
     torch.library.opcheck(getattr(torch.ops.replayssm, op).default, (*head, *state), test_utils=utils)
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_want_gradients_leave_the_pool_alone(kind: str) -> None:
     """In grad mode, too: a graph through ring and checkpoint would grow at each step."""
@@ -431,7 +441,7 @@ def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
         "ring_g of the other gate": ({"ring_g": torch.zeros(3, 2, 4, 16)}, r"ring_g has shape \[3, 2, 4, 16\]"),
         "ring_k of another dtype": ({"ring_k": torch.zeros(3, 1, 4, 16, dtype=F16)}, "ring_k has dtype float16"),
         "force_flush of another shape": ({"force_flush": torch.zeros(3, dtype=torch.bool)}, "force_flush has shape"),
-        "unknown backend": ({"backend": "tpu"}, "backend 'tpu' is unknown: use 'auto', 'torch', 'triton', 'cuda'"),
+        "unknown backend": ({"backend": "tpu"}, "backend 'tpu' is unknown: use 'auto', 'cpu', 'torch'"),
         "absent backend": ({"backend": "cuda"}, "backend 'cuda' is not available"),
     }
 
@@ -452,6 +462,32 @@ def test_bad_arguments_are_named(name: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         ops.gdn_decode(**{**call, **change})  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_call_checks_all_of_its_tensors(kind: str) -> None:
+    """Also between calls with good ones, whose look is remembered."""
+    layer = Layer(kind, 2, 2, 16, 16)
+    pool = ReplayPool([layer.spec], 3, ring_len=4)
+    slots = pool.slot_tensor(pool.alloc(2))
+    inputs, state = layer.draw(2), {**pool.state_args(0), "slots": slots, "force_flush": torch.zeros(2).bool()}
+    parameters = ("A_log", "dt_bias") if kind != "mamba2" else ("A_log", "dt_bias", "D")
+    for name in (*inputs, *state, *parameters):
+        tensor = getattr(layer, name) if name in parameters else {**inputs, **state}[name]
+        if not isinstance(tensor, Tensor):
+            continue
+        for changed in (tensor.double(), torch.cat([tensor, tensor]), tensor.unsqueeze(0)):
+            assert layer.decode(inputs, **state).isfinite().all()
+            with pytest.raises(ValueError, match="is wanted"):
+                if name in parameters:
+                    other = Layer(kind, 2, 2, 16, 16)
+                    setattr(other, name, changed)
+                    other.decode(inputs, **state)
+                else:
+                    layer.decode(
+                        {key: changed if key == name else x for key, x in inputs.items()},
+                        **{key: changed if key == name else x for key, x in state.items()},
+                    )
 
 
 def test_bad_arguments_of_kda_and_mamba2_are_named() -> None:
@@ -477,6 +513,7 @@ def test_bad_arguments_of_kda_and_mamba2_are_named() -> None:
         ops.mamba2_decode(**ssm)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("either_cpu_backend")
 def test_mamba2_options() -> None:
     """Without D, z, bias or softplus, and with time-step limits."""
     layer = Layer("mamba2", 1, 2, 16, 16)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from replayssm import ReplayPool, ops, recurrence
 
+pytestmark = pytest.mark.usefixtures("either_cpu_backend")
+
 GROUP = {"gdn": 2, "mamba2": 2}  # value heads per key head; the others have one
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import Layer, poison, relative_error
+from windows import int32
 
 from replayssm import LayerSpec, ReplayPool, ops
 from replayssm.state import SlotError
@@ -258,15 +259,18 @@ def test_a_prefill_replaces_state_and_records() -> None:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation_dtype", [torch.float32, torch.bfloat16])
 def test_bytes_include_rings_convolution_and_cursors(state_dtype: torch.dtype, activation_dtype: torch.dtype) -> None:
-    pool = new_pool(5, state_dtype=state_dtype, activation_dtype=activation_dtype, ring_capacity=7)
+    dtypes = {"state_dtype": state_dtype, "activation_dtype": activation_dtype}
+    pool = new_pool(5, ring_capacity=7, max_window=6, **dtypes)
     tensors = {}
     for i in range(len(SPECS)):
-        for tensor in (*pool.fold_args(i).values(), pool.conv_state(i)):
+        for tensor in (*pool.fold_args(i).values(), pool.conv_state(i), pool.conv_window(i)):
             tensors[tensor.data_ptr()] = tensor
-    counters = 5 * 3 * 8
+    counters = 5 * (3 + 5) * 8
     assert pool.nbytes == sum(t.nbytes for t in tensors.values()) + counters
     assert pool.bytes_per_slot * 5 == pool.nbytes
     assert pool.fold_args(0)["ring_u"].shape[2] == 7
+    assert pool.conv_window(0).shape == (5, 12, 6)
+    assert pool.bytes_of(0).conv - new_pool(5, **dtypes).bytes_of(0).conv == 12 * 6 * activation_dtype.itemsize
 
 
 def test_counters_count_what_was_moved() -> None:
@@ -285,6 +289,10 @@ def test_counters_count_what_was_moved() -> None:
     assert counters == {
         "decode_steps": 30,
         "flushes": 6,
+        "verify_steps": 0,
+        "folds": 0,
+        "tokens_verified": 0,
+        "tokens_accepted": 0,
         "state_bytes_read": 30 * state,
         "state_bytes_written": (2 + 6) * state,
         "state_bytes_written_stepwise": (2 + 30) * state,
@@ -293,6 +301,48 @@ def test_counters_count_what_was_moved() -> None:
         "ring_bytes_written": 24 * record,
     }
     assert counters["state_bytes_written"] * 4 == counters["state_bytes_written_stepwise"]
+
+
+def test_counters_count_windows_and_their_folds() -> None:
+    """Three windows of two slots, the last with a fold in one; a row without tokens and padding don't count."""
+    run = Run(new_pool(ring_capacity=6, max_window=4))
+    first, second = run.alloc(), run.alloc()
+    slots = run.pool.slot_tensor([first, -1, second])
+    for counts, taken in (([4, 4, 3], [3, 4, 0]), ([3, 1, 0], [1, 0, 0]), ([4, 2, 4], [0, 0, 4])):
+        for i, layer in enumerate(LAYERS):
+            window = layer.draw_window(3, 4)
+            layer.verify(window, **run.pool.verify_args(i), slots=slots, num_tokens=int32(counts))
+        run.pool.commit(slots, int32(counts), int32(taken))
+    assert run.pool.write_pos[[first, second]].tolist() == [0, 4]
+    counters, state = run.pool.counters(), run.pool.checkpoint_bytes_per_slot
+    record = sum(run.pool.bytes_of(i).record for i in range(3))
+    assert counters == {
+        "decode_steps": 0,
+        "flushes": 0,
+        "verify_steps": 5,
+        "folds": 1,
+        "tokens_verified": 4 + 3 + 3 + 4 + 4,
+        "tokens_accepted": 3 + 0 + 1 + 0 + 4,
+        "state_bytes_read": 5 * state,
+        "state_bytes_written": state,
+        "state_bytes_written_stepwise": 8 * state,
+        "state_bytes_copied": 0,
+        "ring_bytes_read": (0 + 0 + 3 + 4 + 0) * record,
+        "ring_bytes_written": 18 * record,
+    }
+
+
+def test_a_slot_freed_with_its_window_open_is_as_good_as_new() -> None:
+    run = Run(new_pool(max_window=4))
+    slot = run.alloc()
+    run.step(slot, count=3)
+    slots = run.pool.slot_tensor([slot])
+    for i, layer in enumerate(LAYERS):  # folds: its checkpoint and its ring are no longer those of the cursor
+        layer.verify(layer.draw_window(1, 4), **run.pool.verify_args(i), slots=slots)
+    run.pool.free(slot)
+    assert run.alloc() == slot
+    run.check()
+    run.step(slot, count=6)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +354,9 @@ def test_counters_count_what_was_moved() -> None:
         ({"num_slots": "2"}, "num_slots is '2': a whole number"),
         ({"num_slots": 0}, "num_slots is 0"),
         ({"ring_capacity": 3}, "ring_capacity is 3: a whole number of at least ring_len = 4"),
+        ({"max_window": 5}, "max_window is 5, but a ring has 4 rows: a shorter window, or ring_capacity=5 or more"),
+        ({"max_window": 17, "ring_capacity": 32}, "max_window is 17: at most 16 tokens are wanted"),
+        ({"max_window": -1}, "max_window is -1: a whole number of at least 0"),
         ({"state_dtype": torch.float64}, "state_dtype is torch.float64: torch.float32, torch.bfloat16 or"),
         ({"activation_dtype": torch.int8}, "activation_dtype is torch.int8"),
         ({"ring_dtype": torch.float16}, "ring_dtype is torch.float16: 'auto', torch.float32 is wanted"),

@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "replayssm"
 
 # Each layer may import itself and those before it.
-LAYERS = ("recurrence", "backends", "ops", "state", "models", "engine", "server")
+LAYERS = ("recurrence", "backends", "ops", "state", "models", "speculate", "engine", "server")
 INTEGRATIONS_MAY_USE = {"ops", "state", "integrations"}
+BENCH_MAY_USE = {"", "recurrence", "ops", "state", "bench"}
 
 
 def imported_parts(source: str, module: str, is_package: bool) -> Iterator[str]:
@@ -45,6 +46,8 @@ def wrong_imports(source: str, module: str, is_package: bool = False) -> list[st
         allowed = set(LAYERS[: LAYERS.index(part) + 1])
     elif part == "integrations":
         allowed = INTEGRATIONS_MAY_USE
+    elif part == "bench":
+        allowed = BENCH_MAY_USE
     else:
         return []  # the command line and its helpers stand on top of all layers
     return [name for name in imported_parts(source, module, is_package) if name not in allowed]
@@ -72,7 +75,12 @@ def test_imports_point_one_way(path):
         ("replayssm.recurrence", "from replayssm import ops"),
         ("replayssm.state.pool", "import replayssm"),
         ("replayssm.models.enable", "from replayssm.cli import run"),
+        ("replayssm.models.enable", "from replayssm.speculate import Drafter"),
+        ("replayssm.speculate.loop", "from replayssm.engine import Engine"),
         ("replayssm.integrations.sglang", "from replayssm.models import enable"),
+        ("replayssm.bench.decode", "from replayssm.backends import triton"),
+        ("replayssm.bench.decode", "from replayssm.bench_cli import decode"),
+        ("replayssm.ops.decode", "from replayssm.bench import check"),
         ("replayssm.integrations.vllm", "from replayssm.backends import triton"),
     ],
 )

@@ -1,20 +1,24 @@
-"""The Triton kernels against the float64 recurrence, on a CPU in Triton's interpreter.
+"""The Triton kernels against the float64 recurrence, on a CPU in Triton's interpreter and on a GPU.
 
-On a GPU, `make test-gpu` runs the tests of the operators themselves with these kernels; some here run there too.
+`make test-gpu` runs the tests of the operators themselves with these kernels, too. What only a GPU can show is in
+test_gpu.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from oracle import KINDS, SHAPES, Layer, poison, relative_error
 from torch import Tensor
 
 from replayssm import ReplayPool, ops
+from replayssm.ops.rows import delta_decode_rows, mamba2_decode_rows
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 BIG = ("gdn-128x128-ratio1", "gdn-128x128-ratio2", "gdn-64x64-ratio3", "mamba2-64x128-groups2")
 INTERPRETED = [shape for shape in SHAPES if shape not in BIG]  # the interpreter takes milliseconds for each program
@@ -22,8 +26,11 @@ INTERPRETED = [shape for shape in SHAPES if shape not in BIG]  # the interpreter
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are defined for the GPU here, not for the interpreter")
+    if request.param == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("kernels are defined for the GPU here, not for the interpreter")
+        if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+            pytest.skip("the interpreter of triton 3.6 needs a numpy before 2.4 for loops up to a loaded number")
     return {"device": request.param, "backend": "triton"}
 
 
@@ -47,7 +54,7 @@ def test_every_output_and_state_equals_the_recurrence(shape: str, place: dict[st
         y = layer.decode(inputs, **pool.state_args(0), slots=slots, force_flush=force)
         pool.advance(slots, force)
         state, expected = layer.reference(inputs, state)
-        # The GPU's exponential is off by two units in the last place, the interpreter's by less than one.
+        # One row's terms may cancel. On an H200 the mean error is 1.4e-7, that of PyTorch's fp32 recurrence 1.6e-7.
         assert relative_error(y[0], expected[0]) < (1e-6 if layer.device == "cpu" else 2e-6)
         assert (y[1] == 0).all()
         assert relative_error(pool.read_state(0, [rows[1]]), state[:1]) < 1e-6
@@ -125,94 +132,226 @@ def test_convolution(width: int, place: dict[str, str]) -> None:
         assert torch.equal(states[0].nan_to_num(7), states[1].nan_to_num(7))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_same_row_same_bits_on_a_gpu(shape: str, state_dtype: torch.dtype) -> None:
-    """Alone, in batches of many sizes and orders, with padding and neighbours at other cursors; 20 repeats."""
-    layer = Layer.named(shape, device="cuda", dtype=torch.bfloat16)
-    steps = [layer.draw(33) for _ in range(9)]
-
-    def run(rows: list[int]) -> Tensor:
-        pool = new_pool(layer, 40, 4, state_dtype=state_dtype, activation_dtype=torch.bfloat16)
-        taken = pool.alloc(34)
-        batch = [taken[(7 * row + len(rows)) % 34] for row in rows]
-        for i, row in enumerate(rows):
-            if row:
-                pool.write_pos[batch[i]] = i % 4
-                for name in ("ring_u", "ring_k", "ring_g"):
-                    pool.fold_args(0)[name][batch[i]] = -0.5
-        outputs = []
-        slots = pool.slot_tensor([-1, *batch])
-        for inputs in steps:
-            picked = {name: tensor[[0, *rows]] for name, tensor in inputs.items()}
-            outputs.append(layer.decode(picked, **pool.state_args(0), slots=slots)[1 + rows.index(0)])
-            pool.advance(slots)
-        state = pool.read_state(0, [batch[rows.index(0)]])[0]
-        return torch.cat([torch.stack(outputs).float().flatten(), state.flatten()])
-
-    alone = run([0])
-    batches = [[0, 1], [2, 0, 1], list(range(32, -1, -1)), list(range(17))]
-    for rows in batches * 5:
-        assert torch.equal(run(rows), alone), rows
-
-
-@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuda_graph_replays_a_decode_step(kind: str) -> None:
-    """One captured step, replayed: cursors, slots and inputs change in place, and rows flush when their turn comes."""
-    layer = Layer(kind, 2, 2, 64, 64, device="cuda")
-    pool = new_pool(layer, 5, 3)
-    rows = pool.alloc(4)
-    inputs = layer.draw(3)
-    slots = pool.slot_tensor(rows[:3])
+def test_fp32_state_after_10000_steps(kind: str, place: dict[str, str]) -> None:
+    """In the interpreter 1,000 steps: all 10,000, which pass, take it three minutes for each kind."""
+    steps = 1_000 if place["device"] == "cpu" else 10_000
+    layer = Layer(kind, 1, 1, 8, 8, seed=3, **place)
+    pool = new_pool(layer, 1, 16)
+    rows = pool.alloc(1)
+    slots = pool.slot_tensor(rows)
+    state = layer.zero_state(1)
+    state_args = pool.state_args(0)
+    drawn = layer.draw(steps)
+    worst = 0.0
+    with torch.no_grad():
+        for step in range(steps):
+            inputs = {name: tensor[step : step + 1] for name, tensor in drawn.items()}
+            y = layer.decode(inputs, **state_args, slots=slots)
+            pool.advance(slots)
+            state, expected = layer.reference(inputs, state)
+            if step % 97 == 0 or step == steps - 1:
+                worst = max(worst, relative_error(y, expected), relative_error(pool.read_state(0, rows), state))
+    assert worst < 1e-5
 
-    def step() -> Tensor:
+
+def test_a_small_decay_behind_a_large_one_keeps_its_digits(place: dict[str, str]) -> None:
+    """log decays of −90 and −1e-3 side by side: as differences of one running sum, 1e-5 of the state would be lost."""
+    layer = Layer("mamba2", 1, 1, 16, 16, **place)
+    layer.D = torch.zeros(1, device=layer.device)
+    pool = new_pool(layer, 1, 8)
+    rows = pool.alloc(1)
+    slots = pool.slot_tensor(rows)
+    state = layer.zero_state(1)
+    for step in range(24):
+        inputs = layer.draw(1)
+        inputs["dt"] = torch.full_like(inputs["dt"], 90.0 if step % 3 == 0 else -5.0)
         y = layer.decode(inputs, **pool.state_args(0), slots=slots)
         pool.advance(slots)
-        return y
-
-    step()  # compiles
-    for slot in rows:
-        pool.fold_args(0)["checkpoint"][slot] = 0
-    pool.reset_cursors(rows)
-    pool.write_pos[rows[1]] = 0
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
-    states = {slot: layer.zero_state(1) for slot in rows}
-    batches = [rows[:3], [rows[3], -1, rows[0]], [rows[1], rows[2], rows[3]]]
-    for i in range(24):
-        batch = batches[i % 3]
-        slots.copy_(torch.tensor(batch, dtype=torch.int32))
-        for name, tensor in layer.draw(3).items():
-            inputs[name].copy_(tensor)
-        graph.replay()
-        for row, slot in enumerate(batch):
-            if slot < 0:
-                assert (y[row] == 0).all()
-                continue
-            one = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
-            states[slot], expected = layer.reference(one, states[slot])
-            assert relative_error(y[row], expected[0]) < 2e-6
-            assert relative_error(pool.read_state(0, [slot]), states[slot]) < 2e-6
+        state, expected = layer.reference(inputs, state)
+        assert relative_error(y, expected) < 2e-6
+        assert relative_error(pool.read_state(0, rows), state) < 2e-6
 
 
-@pytest.mark.gpu
-def test_a_step_waits_for_nothing_on_a_gpu() -> None:
-    """Neither operators nor cursors synchronise with the host."""
-    layer = Layer("gdn", 2, 4, 64, 64, device="cuda")
-    pool = new_pool(layer, 4, 3)
-    slots = pool.slot_tensor(pool.alloc(4))
-    inputs = layer.draw(4)
-    state = pool.state_args(0)
-    layer.decode(inputs, **state, slots=slots)
-    pool.advance(slots)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(7):
-            layer.decode(inputs, **state, slots=slots)
-            pool.advance(slots)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flush_of_decays_alone_is_exact(kind: str, place: dict[str, str]) -> None:
+    """A checkpoint behind updates that add nothing: no fresh update hides the error of the decays."""
+    layer = Layer(kind, 1, 1, 8, 8, **place)
+    pool = new_pool(layer, 1, 4)
+    rows = pool.alloc(1)
+    slots = pool.slot_tensor(rows)
+    state = torch.randn(1, 1, 8, 8, generator=layer.rng).to(layer.device)
+    pool.write_state(0, rows, state)
+    state = first = state.double()
+    for _ in range(4):
+        inputs = layer.draw(1)
+        inputs["x" if kind == "mamba2" else "v"].zero_()
+        inputs["dt" if kind == "mamba2" else "a"].fill_(1.0)
+        if kind != "mamba2":
+            inputs["b"].fill_(-math.inf)  # β = 0
+        layer.decode(inputs, **pool.state_args(0), slots=slots)
+        pool.advance(slots)
+        state, _ = layer.reference(inputs, state)
+    assert pool.write_pos[rows[0]] == 0
+    assert state.norm() < 0.9 * first.norm()
+    assert relative_error(pool.fold_args(0)["checkpoint"], state) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beta_and_gates_are_fp32_when_their_projections_are_16_bit(kind: str, place: dict[str, str]) -> None:
+    """A β or a decay rounded to fp16 would be off by 2e-4; the fp32 state shows that none is."""
+    layer = Layer(kind, 1, 1, 16, 16, dtype=torch.float16, **place)
+    pool = new_pool(layer, 1, 2, activation_dtype=torch.float16)
+    rows = pool.alloc(1)
+    slots = pool.slot_tensor(rows)
+    state = layer.zero_state(1)
+    for _ in range(5):
+        inputs = layer.draw(1)
+        y = layer.decode(inputs, **pool.state_args(0), slots=slots)
+        pool.advance(slots)
+        state, expected = layer.reference(inputs, state)
+        assert y.dtype == torch.float16
+        assert relative_error(y, expected) < 5e-4
+        assert relative_error(pool.read_state(0, rows), state) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_activations(kind: str, place: dict[str, str]) -> None:
+    """Keys reach the ring bit by bit, and the fp32 state is exact.
+
+    The interpreter loads bf16 exactly but cuts it off where it stores it, so its outputs may be off by a whole unit in
+    the last place. For the same reason a bf16 checkpoint or ring is tested on a GPU alone (test_decode.py).
+    """
+    layer = Layer(kind, 1, 1, 16, 16, dtype=torch.bfloat16, **place)
+    pool = new_pool(layer, 1, 4, activation_dtype=torch.bfloat16)
+    rows = pool.alloc(1)
+    slots = pool.slot_tensor(rows)
+    state = layer.zero_state(1)
+    for step in range(11):
+        inputs = layer.draw(1)
+        y = layer.decode(inputs, **pool.state_args(0), slots=slots)
+        if step % 4 < 3:
+            key = inputs["B" if kind == "mamba2" else "k"]
+            assert torch.equal(pool.fold_args(0)["ring_k"][rows[0], :, step % 4], key[0])
+        pool.advance(slots)
+        state, expected = layer.reference(inputs, state)
+        unit = 2.0 ** (expected.abs().log2().floor() - 7)
+        error = (y.double() - expected).abs() / unit
+        assert (error <= (1.001 if layer.device == "cpu" else 0.501)).all()
+        assert relative_error(pool.read_state(0, rows), state) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_flush_writes_the_checkpoint(kind: str, place: dict[str, str]) -> None:
+    layer = Layer(kind, 1, 1, 8, 8, **place)
+    pool = new_pool(layer, 1, 4)
+    slots = pool.slot_tensor(pool.alloc(1))
+    checkpoint = pool.fold_args(0)["checkpoint"]
+    for step in range(9):
+        before = checkpoint.clone()
+        layer.decode(layer.draw(1), **pool.state_args(0), slots=slots)
+        pool.advance(slots)
+        assert torch.equal(before, checkpoint) == (step % 4 != 3)
+
+
+def test_mamba2_options(place: dict[str, str]) -> None:
+    """Without D, z, bias or softplus, and with time-step limits."""
+    layer = Layer("mamba2", 1, 2, 16, 16, **place)
+    pool = new_pool(layer, 1, 4)
+    slots = pool.slot_tensor(pool.alloc(1))
+    x = layer.draw(1)
+    x["dt"] = x["dt"].abs()
+    for softplus, limit in ((True, (0.0, math.inf)), (False, (0.2, 0.6)), (True, (0.9, 0.95))):
+        plain = {name: x[name] for name in ("x", "dt", "B", "C")}
+        state = {**pool.state_args(0), "flush_period": 1}
+        pool.fold_args(0)["checkpoint"].zero_()
+        options = {"dt_softplus": softplus, "dt_limit": limit}
+        y = ops.mamba2_decode(**plain, A=-layer.A_log.exp(), **state, slots=slots, **options)  # type: ignore[arg-type]
+        delta = torch.nn.functional.softplus(x["dt"].double()) if softplus else x["dt"].double()
+        u = delta.clamp(*limit)[..., None] * x["x"].double()
+        expected = u * (x["B"].double() * x["C"].double()).sum(-1, keepdim=True)
+        assert relative_error(y, expected) < 1e-6
+
+
+def test_16_bit_convolution_is_summed_in_fp32(place: dict[str, str]) -> None:
+    x, weight, state = torch.randn(3, 64).half(), torch.randn(64, 4).half(), torch.randn(3, 64, 3).half()
+    window = torch.cat([state, x[..., None]], dim=-1).double()
+    here = [t.to(place["device"]) for t in (x, state, weight)]
+    slots = torch.arange(3, dtype=torch.int32, device=place["device"])
+    y = ops.causal_conv1d_update(*here, slots=slots, backend="triton")
+    assert torch.equal(y.cpu(), (window * weight.double()).sum(-1).half())
+
+
+def operator_calls(kind: str, place: dict[str, str]) -> dict[str, tuple[object, ...]]:
+    """Arguments of every registered operator that a layer of this kind uses."""
+    layer = Layer(kind, 1, 1, 16, 16, **place)
+    pool = ReplayPool([layer.spec], 3, ring_len=4, **place)  # type: ignore[arg-type]
+    slots = pool.slot_tensor(pool.alloc(2))
+    x = layer.draw(2)
+    state = [*pool.fold_args(0).values()]
+    step = [slots, 4, None, "triton"]
+    row_state = [*state[:4], pool.write_pos[:2].clone(), slots]
+    out = torch.zeros(2, 1, 16, device=layer.device)
+    forced = torch.tensor([True, False], device=layer.device)
+    calls: dict[str, tuple[object, ...]] = {
+        "read_state": (*state, slots, "triton"),
+        "materialize": (*state, slots[:1], slots[1:], "triton"),
+        "advance": (*state[4:], pool._counters, slots, 4, None, "triton"),
+    }
+    if kind == "mamba2":
+        head = [x["x"], x["dt"], x["B"], x["C"], -layer.A_log.exp(), layer.D, x["z"], layer.dt_bias, True]
+        calls["mamba2_decode"] = (*head, 0.0, math.inf, *state, *step)
+        calls["mamba2_decode_rows"] = (*head, *row_state, forced, out, "triton")
+        return calls
+    head = [*(x[n] for n in ("q", "k", "v", "a", "b")), layer.A_log, layer.dt_bias]
+    bound = [] if kind == "gdn" else [-5.0 if kind == "kda_bounded" else None]
+    calls["gdn_decode" if kind == "gdn" else "kda_decode"] = (*head, *bound, 1.0, 0.25, True, *state, *step)
+    calls["delta_decode_rows"] = (*head, *(bound or [None]), 0.25, True, *row_state, forced, out, "triton")
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_registered_correctly_with_torch_library(kind: str, place: dict[str, str]) -> None:
+    """Schema, declared mutations and fake implementation of each operator, by torch's own checker."""
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for name, args in operator_calls(kind, place).items():
+        torch.library.opcheck(getattr(torch.ops.replayssm, name).default, args, test_utils=utils)
+
+
+def run_rows(kind: str, backend: str, device: str) -> list[Tensor]:
+    """Outputs, checkpoint and ring after 8 steps of an operator for callers that own their cursors."""
+    layer = Layer(kind, 1, 2 if kind == "gdn" else 1, 8, 8, device=device, backend=backend)
+    pool = ReplayPool([layer.spec], 4, ring_len=3, device=device, backend=backend)
+    poison(pool)
+    pool.alloc(4)
+    state = dict(zip(("checkpoint", "u", "k", "g"), pool.fold_args(0).values(), strict=False))
+    slots = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    cursors = torch.zeros(3, dtype=torch.int32, device=device)
+    outputs = []
+    for _ in range(8):
+        x = layer.draw(3)
+        out = torch.full((3, layer.num_v_heads, 8), 7.0, device=device)
+        flush = cursors == 2
+        common = {"checkpoint": state["checkpoint"], "write_pos": cursors, "slots": slots, "out": out}
+        common |= {"backend": backend}
+        if kind == "mamba2":
+            rings = {"ring_x": state["u"], "ring_B": state["k"], "ring_dt": state["g"], "flush": flush}
+            numbers = {"A": -layer.A_log.exp(), "D": layer.D, "dt_bias": layer.dt_bias, "dt_softplus": True}
+            mamba2_decode_rows(**x, **numbers, **rings, **common)
+        else:
+            rings = {"ring_u": state["u"], "ring_k": state["k"], "ring_g": state["g"], "force_flush": None}
+            numbers = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "scale": 0.5, "qk_l2norm": True}
+            delta_decode_rows(**x, **numbers, lower_bound=None, **rings, **common)
+        cursors = torch.where(flush, 0, cursors + 1).int()
+        outputs.append(out)
+    return [torch.stack(outputs), *(tensor[[2, 0]] for tensor in state.values())]
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2"])
+def test_rows_operators_equal_pytorchs(kind: str, place: dict[str, str]) -> None:
+    """With the caller's cursors, outputs and records; padding rows of Mamba-2's output stay as they were."""
+    mine, expected = (run_rows(kind, backend, place["device"]) for backend in ("triton", "torch"))
+    for x, reference in zip(mine, expected, strict=True):
+        assert relative_error(x.nan_to_num(3.0), reference.nan_to_num(3.0)) < 1e-6
+        assert torch.equal(x.isnan(), reference.isnan())

@@ -32,3 +32,10 @@ class Step(NamedTuple):
         forced = None if self.force_flush is None else self.force_flush[rows]
         cursors = self.write_pos[rows] if self.checkpoint_slot is None else self.write_pos
         return self._replace(write_pos=cursors, slots=self.slots[rows], force_flush=forced)
+
+
+class Window(NamedTuple):
+    """How many of a window's T tokens each row uses, and what each follows."""
+
+    num_tokens: Tensor  # int32 [B], from 0 to T; later tokens hold anything and must not be used
+    parents: Tensor | None  # int32 [B, T], parents[b, i] < i, -1: the committed state; None: a chain

@@ -1,23 +1,34 @@
-"""How the tensors of a transformers mixer become the arguments of one decode operator.
+"""How the tensors of a transformers mixer become the arguments of our operators.
 
 One adapter per mixer family. It names the upstream class that it serves, states the shapes of its recurrence, and
-runs one token: projections, causal convolution, recurrence, gate and output projection, with the mixer's own
-submodules and weights. Prefill stays with transformers.
+runs one token, or a window of tokens: projections, causal convolution, recurrence, gate and output projection, with
+the mixer's own submodules and weights. Prefill stays with transformers.
 
-Names: B rows, D hidden size, C convolution channels, H_k and H_v key and value heads, d_k and d_v their sizes.
+Names: B rows, T tokens of a window, D hidden size, C convolution channels, H_k and H_v key and value heads, d_k and
+d_v their sizes. ``...`` is ``B`` for one token and ``B, T`` for a window.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from replayssm import ops
 from replayssm.state import LayerSpec
+
+
+class Kernels(NamedTuple):
+    """The operators of one layer for one token or one window, bound to the layer's state and the rows' slots.
+
+    ``conv`` takes the inputs ``[..., C]``, weight and bias, ``recurrence`` what else :mod:`replayssm.ops` wants from
+    a layer: its projections, and by name its parameters.
+    """
+
+    conv: Callable[..., Tensor]
+    recurrence: Callable[..., Tensor]
 
 
 class Adapter(ABC):
@@ -26,10 +37,12 @@ class Adapter(ABC):
     Attributes:
         mixer: the transformers module whose weights and submodules are used.
         spec: shapes and kind of the recurrence.
+        operator: ``"gdn"``, ``"kda"`` or ``"mamba2"``, whose operators in :mod:`replayssm.ops` run it.
         layer_idx: the layer's place in the model and in its cache.
     """
 
     spec: LayerSpec
+    operator: str
 
     def __init__(self, mixer: Any) -> None:
         activation = getattr(mixer, "activation", "silu")
@@ -41,22 +54,13 @@ class Adapter(ABC):
         self.layer_idx: int = mixer.layer_idx
 
     @abstractmethod
-    def decode(self, hidden: Tensor, conv_state: Tensor, state: Mapping[str, Any], slots: Tensor) -> Tensor:
-        """One token: ``hidden [B, D]`` to the mixer's output ``[B, D]``.
+    def run(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """The mixer's output for its input, both ``[..., D]``."""
 
-        Args:
-            hidden: the mixer's input.
-            conv_state: ``[N, C, W-1]``, updated in place.
-            state: the keyword arguments of the decode operators: the layer's tensors, flush_period and backend.
-            slots: int32 ``[B]``.
-        """
-
-    def conv(self, x: Tensor, conv_state: Tensor, slots: Tensor, backend: str) -> Tensor:
-        """Causal convolution and silu of one token, ``[B, C]``."""
+    def conv(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """Causal convolution and silu, ``[..., C]``."""
         conv1d: nn.Conv1d = self.mixer.conv1d
-        return ops.causal_conv1d_update(
-            x, conv_state, conv1d.weight.squeeze(1), conv1d.bias, slots=slots, activation="silu", backend=backend
-        )
+        return kernels.conv(x, weight=conv1d.weight.squeeze(1), bias=conv1d.bias)
 
     def from_upstream(self, state: Tensor) -> Tensor:
         """The state as transformers keeps it, ``[B, H_v, d_k, d_v]``, as ours, ``[B, H_v, d_v, d_k]``."""
@@ -70,6 +74,7 @@ class Adapter(ABC):
 class GatedDeltaNet(Adapter):
     """Gated DeltaNet as in ``Qwen3_5GatedDeltaNet``: the families differ in their projections only."""
 
+    operator = "gdn"
     norm = "norm"
     output = "out_proj"
 
@@ -89,29 +94,27 @@ class GatedDeltaNet(Adapter):
         self.beta_scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``qkv [B, C]``, output gate ``z [B, H_v·d_v]``, ``a [B, H_v]`` and ``b [B, H_v]``, all raw."""
+        """``qkv [..., C]``, output gate ``z [..., H_v·d_v]``, ``a [..., H_v]`` and ``b [..., H_v]``, all raw."""
         mixer = self.mixer
         return mixer.in_proj_qkv(hidden), mixer.in_proj_z(hidden), mixer.in_proj_a(hidden), mixer.in_proj_b(hidden)
 
-    def decode(self, hidden: Tensor, conv_state: Tensor, state: Mapping[str, Any], slots: Tensor) -> Tensor:
-        """See :meth:`Adapter.decode`."""
-        mixer, spec = self.mixer, self.spec
+    def run(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """See :meth:`Adapter.run`."""
+        mixer, spec, rows = self.mixer, self.spec, hidden.shape[:-1]
         qkv, z, a, b = self.project(hidden)
-        q, k, v = self.conv(qkv, conv_state, slots, state["backend"]).split(self.split, dim=-1)
-        y = ops.gdn_decode(
-            q.view(-1, spec.num_k_heads, spec.head_k_dim),
-            k.view(-1, spec.num_k_heads, spec.head_k_dim),
-            v.view(-1, spec.num_v_heads, spec.head_v_dim),
+        q, k, v = self.conv(qkv, kernels).split(self.split, dim=-1)
+        y = kernels.recurrence(
+            q.view(*rows, spec.num_k_heads, spec.head_k_dim),
+            k.view(*rows, spec.num_k_heads, spec.head_k_dim),
+            v.view(*rows, spec.num_v_heads, spec.head_v_dim),
             a,
             b,
             A_log=mixer.A_log,
             dt_bias=mixer.dt_bias,
             beta_scale=self.beta_scale,
-            slots=slots,
-            **state,
         )
-        gated = getattr(mixer, self.norm)(y.flatten(0, 1), z.reshape(-1, spec.head_v_dim))
-        return getattr(mixer, self.output)(gated.view(hidden.shape[0], -1))
+        gated = getattr(mixer, self.norm)(y.view(-1, spec.head_v_dim), z.reshape(-1, spec.head_v_dim))
+        return getattr(mixer, self.output)(gated.view(*rows, -1))
 
 
 class Qwen3NextDeltaNet(GatedDeltaNet):
@@ -125,8 +128,8 @@ class Qwen3NextDeltaNet(GatedDeltaNet):
         wide = group * spec.head_v_dim
         q, k, v, z = qkvz.split((spec.head_k_dim, spec.head_k_dim, wide, wide), dim=-1)
         b, a = self.mixer.in_proj_ba(hidden).unflatten(-1, (spec.num_k_heads, 2 * group)).split(group, dim=-1)
-        qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
-        return qkv, z.flatten(1), a.flatten(1), b.flatten(1)
+        qkv = torch.cat([x.flatten(-2) for x in (q, k, v)], dim=-1)
+        return qkv, z.flatten(-2), a.flatten(-2), b.flatten(-2)
 
 
 class OlmoDeltaNet(GatedDeltaNet):
@@ -145,6 +148,8 @@ class OlmoDeltaNet(GatedDeltaNet):
 class KimiDeltaAttention(Adapter):
     """Kimi Delta Attention as in ``KimiLinearDeltaAttention``: one decay per key channel."""
 
+    operator = "kda"
+
     def __init__(self, mixer: Any) -> None:
         super().__init__(mixer)
         self.spec = LayerSpec(
@@ -161,19 +166,19 @@ class KimiDeltaAttention(Adapter):
         self.lower_bound: float | None = gate.lower_bound if getattr(gate, "safe_gate", False) else None
 
     def gates(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw forget gate and raw output gate, both ``[B, H·d]``."""
+        """Raw forget gate and raw output gate, both ``[..., H·d]``."""
         mixer = self.mixer
         forget = mixer.forget_gate
         return forget.f_b_proj(forget.f_a_proj(hidden)), mixer.g_b_proj(mixer.g_a_proj(hidden))
 
-    def decode(self, hidden: Tensor, conv_state: Tensor, state: Mapping[str, Any], slots: Tensor) -> Tensor:
-        """See :meth:`Adapter.decode`."""
+    def run(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """See :meth:`Adapter.run`."""
         mixer, spec = self.mixer, self.spec
-        heads = (-1, spec.num_v_heads, spec.head_v_dim)
+        heads = (*hidden.shape[:-1], spec.num_v_heads, spec.head_v_dim)
         qkv = torch.cat([mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden)], dim=-1)
-        q, k, v = (x.view(heads) for x in self.conv(qkv, conv_state, slots, state["backend"]).chunk(3, dim=-1))
+        q, k, v = (x.view(heads) for x in self.conv(qkv, kernels).chunk(3, dim=-1))
         a, z = self.gates(hidden)
-        y = ops.kda_decode(
+        y = kernels.recurrence(
             q,
             k,
             v,
@@ -182,10 +187,8 @@ class KimiDeltaAttention(Adapter):
             A_log=mixer.forget_gate.A_log.flatten(),
             dt_bias=mixer.forget_gate.dt_bias,
             lower_bound=self.lower_bound,
-            slots=slots,
-            **state,
         )
-        return mixer.o_proj(mixer.o_norm(y, z.view(heads)).flatten(1))
+        return mixer.o_proj(mixer.o_norm(y, z.view(heads)).flatten(-2))
 
 
 class BailingDeltaAttention(KimiDeltaAttention):
@@ -198,6 +201,8 @@ class BailingDeltaAttention(KimiDeltaAttention):
 
 class Mamba2(Adapter):
     """Mamba-2 as in ``Mamba2Mixer``, ``NemotronHMamba2Mixer``, ``BambaMixer``, and their kin."""
+
+    operator = "mamba2"
 
     def __init__(self, mixer: Any) -> None:
         super().__init__(mixer)
@@ -216,30 +221,28 @@ class Mamba2(Adapter):
         self.conv_split = (inner, groups, groups)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """The gate, x, B, C and dt of one token in one row, ``[B, inner + C + H]``."""
+        """The gate, x, B, C and dt of each token side by side, ``[..., inner + C + H]``."""
         return self.mixer.in_proj(hidden)
 
-    def decode(self, hidden: Tensor, conv_state: Tensor, state: Mapping[str, Any], slots: Tensor) -> Tensor:
-        """See :meth:`Adapter.decode`."""
-        mixer, spec = self.mixer, self.spec
+    def run(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """See :meth:`Adapter.run`."""
+        mixer, spec, rows = self.mixer, self.spec, hidden.shape[:-1]
         z, xbc, dt = self.project(hidden).split(self.split, dim=-1)
-        x, B, C = self.conv(xbc, conv_state, slots, state["backend"]).split(self.conv_split, dim=-1)
-        heads = (-1, spec.num_v_heads, spec.head_v_dim)
+        x, B, C = self.conv(xbc, kernels).split(self.conv_split, dim=-1)
+        heads = (*rows, spec.num_v_heads, spec.head_v_dim)
         normed = not isinstance(mixer.norm, nn.Identity)
         # transformers applies time_step_limit in its chunked scan alone, never in its one-token step; to continue
         # its models as it does, no limit is given here.
-        y = ops.mamba2_decode(
+        y = kernels.recurrence(
             x.view(heads),
             dt,
-            B.view(-1, spec.num_k_heads, spec.head_k_dim),
-            C.view(-1, spec.num_k_heads, spec.head_k_dim),
+            B.view(*rows, spec.num_k_heads, spec.head_k_dim),
+            C.view(*rows, spec.num_k_heads, spec.head_k_dim),
             A=-mixer.A_log.float().exp(),
             D=mixer.D,
             z=None if normed else z.view(heads),
             dt_bias=mixer.dt_bias,
-            slots=slots,
-            **state,
-        ).flatten(1)
+        ).flatten(-2)
         if normed:
             y = mixer.norm(y, z)
         return mixer.out_proj(y.to(hidden.dtype))

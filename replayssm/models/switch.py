@@ -26,6 +26,7 @@ from replayssm.state import StateDtypes
 Model = TypeVar("Model", bound=nn.Module)
 
 _PREPARE = "_prepare_cache_for_generation"
+_STATEFUL = "_is_stateful"
 # What the cache argument of models and mixers is called: the first from transformers 5.24 on, the others before.
 CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 
@@ -71,6 +72,9 @@ def enable(
     if hasattr(model, _PREPARE):
         previous = _override(model, _PREPARE, _prepare_cache_for_generation)
     setattr(model, ATTRIBUTE, ModelBinding(settings, adapters, previous))
+    # "assisted generation is not supported with stateful models": with a ReplayCache it is.
+    if getattr(model, _STATEFUL, False):
+        setattr(model, _STATEFUL, False)
     return model
 
 
@@ -86,6 +90,7 @@ def disable(model: Model) -> Model:
             _release(adapter.mixer)
         if _PREPARE in vars(model):
             _restore(model, _PREPARE, binding.previous)
+        vars(model).pop(_STATEFUL, None)
         delattr(model, ATTRIBUTE)
     return model
 
@@ -102,10 +107,38 @@ def last_cache(model: nn.Module) -> ReplayCache | None:
 def _mixer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The `forward` of an enabled mixer: one token of a cache that has a state by replay, the rest upstream."""
     cache = args[0] if args else next((kwargs[name] for name in CACHE_ARGUMENTS if name in kwargs), None)
-    if isinstance(cache, ReplayCache) and hidden_states.shape[1] == 1:
-        out = cache.decode(self, hidden_states)
+    if isinstance(cache, ReplayCache):
+        out = cache.run(self, hidden_states)
         if out is not None:
             return out
+        tail = cache.tail(self, hidden_states, _mask(hidden_states, args, kwargs))
+        if tail:
+            head = hidden_states.shape[1] - tail
+            args, kwargs = _cut(hidden_states, head, args, kwargs)
+            first = _upstream(self, hidden_states[:, :head], *args, **kwargs)
+            return torch.cat([first, cache.run_tail(self, hidden_states[:, head:])], dim=1)
+    return _upstream(self, hidden_states, *args, **kwargs)
+
+
+def _mask(hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The padding mask ``[B, T]`` among a mixer's arguments, if there is one."""
+    given = (*args, *kwargs.values())
+    return next((x for x in given if isinstance(x, Tensor) and x.shape == hidden_states.shape[:2]), None)
+
+
+def _cut(
+    hidden_states: Tensor, tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A mixer's arguments for the first tokens alone."""
+
+    def cut(x: Any) -> Any:
+        return x[:, :tokens] if isinstance(x, Tensor) and x.shape == hidden_states.shape[:2] else x
+
+    return tuple(map(cut, args)), {name: cut(x) for name, x in kwargs.items()}
+
+
+def _upstream(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The forward that the mixer had before `enable`."""
     binding: MixerBinding = vars(self)[ATTRIBUTE]
     if binding.previous is not None:
         return binding.previous(hidden_states, *args, **kwargs)
@@ -130,9 +163,10 @@ def _prepare_cache_for_generation(
     result = prepare(generation_config, model_kwargs, *args, **kwargs)
     for name, before in zip(CACHE_ARGUMENTS, given, strict=True):
         cache = model_kwargs.get(name)
-        # An assistant's cache is rolled back after each draft, which transformers' own cache is for.
-        if type(cache) is DynamicCache and cache is not before and not generation_config.is_assistant:
+        if type(cache) is DynamicCache and cache is not before:
             model_kwargs[name] = cache = ReplayCache(self)
+            if generation_config.is_assistant:  # its drafts will be taken back
+                cache.activate_past_recording()
         if isinstance(cache, ReplayCache):
             binding.last_cache = cache
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from replayssm.ops.checks import check_rank, check_slots_on_host, check_tensor
+from replayssm.ops.checks import check_rank, check_slots_on_host, check_tensor, is_checked, look, remember
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 
 
@@ -38,6 +38,19 @@ def causal_conv1d_update(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or the activation is unknown.
     """
+    seen = look((x, conv_state, weight, bias, slots))
+    if not is_checked("causal_conv1d_update", seen):
+        _check(x, conv_state, weight, bias, slots)
+        remember("causal_conv1d_update", seen)
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
+    activation = "silu" if activation == "swish" else activation
+    return call(
+        "causal_conv1d_update", x, conv_state, weight, bias, slots, activation, resolve_backend(backend, x.device)
+    )
+
+
+def _check(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor) -> None:
     check_rank("x", x, "[B, C]")
     check_rank("weight", weight, "[C, W]")
     check_rank("conv_state", conv_state, "[N, C, W-1]")
@@ -49,12 +62,6 @@ def causal_conv1d_update(
     if bias is not None:
         check_tensor("bias", bias, (channels,), "[C]", device=x.device)
     check_tensor("slots", slots, (x.shape[0],), "[B]", (torch.int32,), x.device)
-    if activation not in ("silu", "swish", None):
-        raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
-    activation = "silu" if activation == "swish" else activation
-    return call(
-        "causal_conv1d_update", x, conv_state, weight, bias, slots, activation, resolve_backend(backend, x.device)
-    )
 
 
 def _implementation(

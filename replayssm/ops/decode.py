@@ -7,15 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from replayssm.backends.step import Step
-from replayssm.ops.checks import (
-    ACTIVATION_DTYPES,
-    check_rank,
-    check_slots_on_host,
-    check_state,
-    check_step,
-    check_tensor,
-)
+from replayssm.ops.checks import check_flush_period, check_rows, check_slots_on_host, is_checked, look, remember
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
+from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2
 
 _STATE_SCHEMA = (
     "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, "
@@ -79,17 +73,14 @@ def gdn_decode(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
-    _check_qkv(q, k, v, checkpoint, ring_k)
-    rows = (q.shape[0], v.shape[1])
-    device = checkpoint.device
-    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=False, activation_dtype=k.dtype)
-    check_tensor("a", a, rows, "[B, H_v]", device=device)
-    check_tensor("b", b, rows, "[B, H_v]", device=device)
-    check_tensor("A_log", A_log, rows[1:], "[H_v]", device=device)
-    check_tensor("dt_bias", dt_bias, rows[1:], "[H_v]", device=device)
-    check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
+    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
+    seen = look((q, k, v, a, b, A_log, dt_bias, *state, slots, force_flush))
+    if not is_checked("gdn_decode", seen):
+        check_gdn(q, k, v, a, b, A_log, dt_bias, state, "B")
+        check_rows(slots, v.shape[0], force_flush, v.device)
+        remember("gdn_decode", seen)
+    check_flush_period(flush_period, ring_k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
     return call(
         "gdn_decode",
         q,
@@ -103,7 +94,10 @@ def gdn_decode(
         scale,
         qk_l2norm,
         *state,
-        resolve_backend(backend, device),
+        slots,
+        flush_period,
+        force_flush,
+        resolve_backend(backend, v.device),
     )
 
 
@@ -152,23 +146,15 @@ def kda_decode(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
-    _check_qkv(q, k, v, checkpoint, ring_k)
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"k has {k.shape[1]} heads, v has {v.shape[1]}: KDA wants as many key heads as value heads")
-    device = checkpoint.device
-    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=True, activation_dtype=k.dtype)
-    check_tensor("a", a, tuple(k.shape), "[B, H, d_k]", device=device)
-    check_tensor("b", b, tuple(k.shape[:2]), "[B, H]", device=device)
-    check_tensor("A_log", A_log, tuple(k.shape[1:2]), "[H]", device=device)
-    if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
-        check_tensor("dt_bias", dt_bias, (k.shape[1] * k.shape[2],), "[H * d_k]", device=device)
-        dt_bias = dt_bias.view(k.shape[1:])
-    check_tensor("dt_bias", dt_bias, tuple(k.shape[1:]), "[H, d_k]", device=device)
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound is {lower_bound}: a negative number, or None for the softplus gate, is wanted")
-    check_step(checkpoint, ring_k, slots, k.shape[0], flush_period, force_flush)
+    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
+    seen = look((q, k, v, a, b, A_log, dt_bias, *state, slots, force_flush), lower_bound)
+    if not is_checked("kda_decode", seen):
+        check_kda(q, k, v, a, b, A_log, dt_bias, lower_bound, state, "B")
+        check_rows(slots, v.shape[0], force_flush, v.device)
+        remember("kda_decode", seen)
+    check_flush_period(flush_period, ring_k)
+    dt_bias = dt_bias.view(k.shape[1:])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
     return call(
         "kda_decode",
         q,
@@ -183,7 +169,10 @@ def kda_decode(
         scale,
         qk_l2norm,
         *state,
-        resolve_backend(backend, device),
+        slots,
+        flush_period,
+        force_flush,
+        resolve_backend(backend, v.device),
     )
 
 
@@ -233,22 +222,13 @@ def mamba2_decode(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
-    _check_qkv(C, B, x, checkpoint, ring_k, names=("C", "B", "x"), dims=("[B, G, N]", "[B, H, P]"))
-    rows = (x.shape[0], x.shape[1])
-    device = checkpoint.device
-    check_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, channel=False, activation_dtype=x.dtype)
-    check_tensor("dt", dt, rows, "[B, H]", device=device)
-    check_tensor("A", A, rows[1:], "[H]", device=device)
-    for name, tensor in (("D", D), ("dt_bias", dt_bias)):
-        if tensor is not None:
-            check_tensor(name, tensor, rows[1:], "[H]", device=device)
-    if z is not None:
-        check_tensor("z", z, tuple(x.shape), "[B, H, P]", device=device)
-    dt_min, dt_max = dt_limit if isinstance(dt_limit, tuple) and len(dt_limit) == 2 else (1.0, 0.0)
-    if not 0 <= dt_min <= dt_max:
-        raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")
-    check_step(checkpoint, ring_k, slots, rows[0], flush_period, force_flush)
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, flush_period, force_flush)
+    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
+    seen = look((x, dt, B, C, A, D, z, dt_bias, *state, slots, force_flush), dt_limit)
+    if not is_checked("mamba2_decode", seen):
+        check_mamba2(x, dt, B, C, A, D, z, dt_bias, dt_limit, state, "B")
+        check_rows(slots, x.shape[0], force_flush, x.device)
+        remember("mamba2_decode", seen)
+    check_flush_period(flush_period, ring_k)
     return call(
         "mamba2_decode",
         x,
@@ -260,30 +240,13 @@ def mamba2_decode(
         z,
         dt_bias,
         dt_softplus,
-        dt_min,
-        dt_max,
+        *dt_limit,
         *state,
-        resolve_backend(backend, device),
+        slots,
+        flush_period,
+        force_flush,
+        resolve_backend(backend, x.device),
     )
-
-
-def _check_qkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    checkpoint: Tensor,
-    ring_k: Tensor,
-    names: tuple[str, str, str] = ("q", "k", "v"),
-    dims: tuple[str, str] = ("[B, H_k, d_k]", "[B, H_v, d_v]"),
-) -> None:
-    check_rank("checkpoint", checkpoint, "[N, H_v, d_v, d_k]")
-    check_rank("ring_k", ring_k, "[N, H_k, R, d_k]")
-    check_rank(names[2], v, dims[1])
-    h_v, d_v, d_k = checkpoint.shape[1:]
-    device = checkpoint.device
-    check_tensor(names[2], v, (v.shape[0], h_v, d_v), dims[1], ACTIVATION_DTYPES, device)
-    for name, tensor in ((names[0], q), (names[1], k)):
-        check_tensor(name, tensor, (v.shape[0], ring_k.shape[1], d_k), dims[0], (v.dtype,), device)
 
 
 def _register(schema: str) -> None:

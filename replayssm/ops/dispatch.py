@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.backends import cpu as cpu_backend
 from replayssm.backends import torch as torch_backend
 
-BACKENDS = ("torch", "triton", "cuda")
+BACKENDS = ("cpu", "torch", "triton", "cuda")
 OLDEST_CAPABILITY = (8, 0)
 
 _LIBRARY = torch.library.Library("replayssm", "DEF")
@@ -54,17 +55,20 @@ def unavailable_reason(backend: str, device: str | torch.device | None = None) -
 
     Args:
         backend: one of :data:`BACKENDS`.
-        device: where the tensors are; default a GPU if there is one.
+        device: where the tensors are; default where the backend may run: a GPU if there is one, or a CPU for cpu.
 
     Raises:
         ValueError: the backend is unknown.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown: use 'auto', " + ", ".join(map(repr, BACKENDS)))
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if backend == "torch":
         return None
+    if backend == "cpu":
+        on_cpu = device is None or torch.device(device).type == "cpu"
+        return _cpu_kernels() if on_cpu else "its kernels are for tensors on a CPU"
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if backend == "cuda":
         return "this release of replayssm has no cuda kernels"
     if torch.device(device).type == "cuda":
@@ -75,8 +79,19 @@ def unavailable_reason(backend: str, device: str | torch.device | None = None) -
     return None if os.environ.get("TRITON_INTERPRET") == "1" else "triton needs a GPU"
 
 
-@cache
+# torch.compile can't trace a look for packages and compilers, and would trace through the caches.
+@torch.compiler.assume_constant_result
+def _cpu_kernels() -> str | None:
+    return cpu_backend.unavailable_reason()
+
+
+@torch.compiler.assume_constant_result
 def _triton_on_gpu() -> str | None:
+    return _look_for_triton()
+
+
+@cache
+def _look_for_triton() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if find_spec("triton") is None:
@@ -90,7 +105,7 @@ def _triton_on_gpu() -> str | None:
 def resolve_backend(backend: str, device: str | torch.device | None = None) -> str:
     """The backend that runs, on tensors of ``device`` (default: a GPU if there is one).
 
-    ``"auto"`` is triton on a GPU that it supports, torch elsewhere.
+    ``"auto"`` is triton on a GPU that it supports, cpu on a CPU that has a C compiler, torch elsewhere.
 
     Raises:
         ValueError: the backend is unknown or can't run here.
@@ -100,7 +115,8 @@ def resolve_backend(backend: str, device: str | torch.device | None = None) -> s
     if backend == "auto":
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        return "triton" if torch.device(device).type == "cuda" and _triton_on_gpu() is None else "torch"
+        best = {"cuda": "triton", "cpu": "cpu"}.get(torch.device(device).type, "torch")
+        return best if unavailable_reason(best, device) is None else "torch"
     reason = unavailable_reason(backend, device)
     if reason is not None:
         raise ValueError(f"backend {backend!r} is not available: {reason}; use 'auto' or 'torch'")
@@ -109,4 +125,5 @@ def resolve_backend(backend: str, device: str | torch.device | None = None) -> s
 
 def backend_module(backend: str) -> ModuleType:
     """The functions of a resolved backend; they bear the operators' names."""
-    return torch_backend if backend == "torch" else import_module("replayssm.backends.triton")
+    own = {"torch": torch_backend, "cpu": cpu_backend}.get(backend)
+    return import_module("replayssm.backends.triton") if own is None else own

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.ops.checks import check_count, check_rank, check_slots_on_host, check_state, check_tensor
+from replayssm.ops.checks import (
+    check_count,
+    check_rank,
+    check_slots_on_host,
+    check_state,
+    check_tensor,
+    is_checked,
+    look,
+    remember,
+)
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 
 
@@ -98,6 +107,26 @@ def advance(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device.
     """
+    seen = look((write_pos, checkpoint_slot, slots, force_flush, counters))
+    if not is_checked("advance", seen):
+        _check_cursors(write_pos, checkpoint_slot, slots, force_flush, counters)
+        remember("advance", seen)
+    check_count("flush_period", flush_period, 1)
+    call(
+        "advance",
+        write_pos,
+        checkpoint_slot,
+        counters,
+        slots,
+        flush_period,
+        force_flush,
+        resolve_backend(backend, write_pos.device),
+    )
+
+
+def _check_cursors(
+    write_pos: Tensor, checkpoint_slot: Tensor, slots: Tensor, force_flush: Tensor | None, counters: Tensor | None
+) -> None:
     check_rank("write_pos", write_pos, "[N]")
     check_rank("slots", slots, "[B]")
     device = write_pos.device
@@ -109,17 +138,6 @@ def advance(
         check_tensor("force_flush", force_flush, (slots.numel(),), "[B]", (torch.bool, torch.int32), device)
     if counters is not None:
         check_tensor("counters", counters, (*slot_count, 3), "[N, 3]", (torch.int64,), device)
-    check_count("flush_period", flush_period, 1)
-    call(
-        "advance",
-        write_pos,
-        checkpoint_slot,
-        counters,
-        slots,
-        flush_period,
-        force_flush,
-        resolve_backend(backend, device),
-    )
 
 
 def has_channel_gate(ring_g: Tensor) -> bool:

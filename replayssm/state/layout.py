@@ -110,8 +110,8 @@ class LayerBytes:
         return self.checkpoint + self.ring + self.conv
 
 
-def layer_bytes(spec: LayerSpec, dtypes: StateDtypes, ring_capacity: int) -> LayerBytes:
-    """Bytes that one slot of one layer takes."""
+def layer_bytes(spec: LayerSpec, dtypes: StateDtypes, ring_capacity: int, max_window: int = 0) -> LayerBytes:
+    """Bytes that one slot of one layer takes; ``conv`` holds the inputs of a window in flight, too."""
     record = (
         spec.num_v_heads * spec.head_v_dim * dtypes.ring_u.itemsize
         + spec.num_k_heads * spec.head_k_dim * dtypes.activation.itemsize
@@ -121,25 +121,35 @@ def layer_bytes(spec: LayerSpec, dtypes: StateDtypes, ring_capacity: int) -> Lay
         checkpoint=math.prod(spec.checkpoint_shape) * dtypes.checkpoint.itemsize,
         record=record,
         ring=record * ring_capacity,
-        conv=spec.conv_dim * (spec.conv_width - 1) * dtypes.activation.itemsize,
+        conv=spec.conv_dim * (spec.conv_width - 1 + max_window) * dtypes.activation.itemsize,
     )
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """One layer's tensors for all slots; shapes in :mod:`replayssm.ops`, ``conv`` is ``[N, C, W − 1]``."""
+    """One layer's tensors for all slots; shapes in :mod:`replayssm.ops`.
+
+    ``conv`` is ``[N, C, W − 1]``, ``conv_window`` ``[N, C, T_max]``.
+    """
 
     checkpoint: Tensor
     ring_u: Tensor
     ring_k: Tensor
     ring_g: Tensor
     conv: Tensor
+    conv_window: Tensor
 
     @classmethod
     def empty(
-        cls, spec: LayerSpec, num_slots: int, ring_capacity: int, dtypes: StateDtypes, device: torch.device
+        cls,
+        spec: LayerSpec,
+        num_slots: int,
+        ring_capacity: int,
+        max_window: int,
+        dtypes: StateDtypes,
+        device: torch.device,
     ) -> LayerState:
-        """Uninitialised tensors: a slot is zeroed when it is handed out, its ring never."""
+        """Uninitialised tensors: a slot is zeroed when it is handed out, its ring and its window never."""
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(num_slots, *shape, dtype=dtype, device=device)
@@ -151,9 +161,10 @@ class LayerState:
             ring_k=new(spec.num_k_heads, ring_capacity, d_k, dtype=dtypes.activation),
             ring_g=new(h_v, ring_capacity, *spec.gate_shape, dtype=torch.float32),
             conv=new(spec.conv_dim, spec.conv_width - 1, dtype=dtypes.activation),
+            conv_window=new(spec.conv_dim, max_window, dtype=dtypes.activation),
         )
 
     @property
     def per_slot(self) -> tuple[Tensor, ...]:
-        """Everything but the checkpoint: what a fork copies as it is."""
+        """What a fork copies as it is: everything but the checkpoint, and the window, of which there is none then."""
         return self.ring_u, self.ring_k, self.ring_g, self.conv

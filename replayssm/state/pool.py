@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import fields
 from enum import Enum
 from operator import index
 from typing import SupportsIndex
@@ -33,11 +34,17 @@ class ReplayPool:
     Cursors are shared by all layers and move once per forward, by :meth:`advance`. A decode step waits for
     nothing on the device. Methods that take slots as numbers may, to send them there.
 
+    A verify forward writes draft records behind the cursors and may fold the committed ones; :meth:`commit` closes it.
+    Between the two a slot's window is open, which the pool can't see: until then such a slot may be freed, but not
+    decoded, read, forked, snapshotted or materialized.
+
     Args:
         layers: one spec per recurrent layer, in the order in which a forward runs them.
         num_slots: N.
         ring_len: L, the flush period in tokens; 1 updates the checkpoint at every step.
-        ring_capacity: R ≥ L rows in each ring; default L.
+        ring_capacity: R ≥ L rows in each ring; default L. A verify folds the records of a ring that has no room for
+            its window, so R is the flush period of those.
+        max_window: T_max, the longest verify window in tokens; 0 if there is none to come. At most 16, at most R.
         state_dtype: dtype of the checkpoints: float32, bfloat16 or float16.
         activation_dtype: dtype in which layers produce keys; also of the convolution state.
         ring_dtype: dtype of the ring's updates: float32, the activation dtype, or ``"auto"`` for bfloat16 beside
@@ -56,6 +63,7 @@ class ReplayPool:
         *,
         ring_len: int = 16,
         ring_capacity: int | None = None,
+        max_window: int = 0,
         state_dtype: torch.dtype = torch.float32,
         activation_dtype: torch.dtype = torch.float32,
         ring_dtype: torch.dtype | str = "auto",
@@ -68,17 +76,22 @@ class ReplayPool:
         check_count("num_slots", num_slots, 1)
         check_count("ring_len", ring_len, 1)
         check_count("ring_capacity", ring_capacity, ring_len, f"a whole number of at least ring_len = {ring_len}")
+        _check_max_window(max_window, ring_capacity)
         self.layers = tuple(layers)
         self.num_slots = num_slots
         self.ring_len = ring_len
         self.ring_capacity = ring_capacity
+        self.max_window = max_window
         self.dtypes = StateDtypes.choose(state_dtype, activation_dtype, ring_dtype)
         self.device = torch.device(device)
         self.backend = ops.resolve_backend(backend, self.device)
         self.write_pos = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
         self.checkpoint_slot = torch.arange(num_slots, dtype=torch.int32, device=self.device)
-        self._states = [LayerState.empty(spec, num_slots, ring_capacity, self.dtypes, self.device) for spec in layers]
+        self._states = [
+            LayerState.empty(spec, num_slots, ring_capacity, max_window, self.dtypes, self.device) for spec in layers
+        ]
         self._counters = torch.zeros(num_slots, 3, dtype=torch.int64, device=self.device)
+        self._window_counters = torch.zeros(num_slots, 5, dtype=torch.int64, device=self.device)
         self._prefill_bytes = 0
         self._copied_bytes = 0
         self._use = [_Use.FREE] * num_slots
@@ -189,6 +202,10 @@ class ReplayPool:
         """Keyword arguments of a decode operator: everything but ``slots`` and ``force_flush``."""
         return {**self.fold_args(layer), "flush_period": self.ring_len, "backend": self.backend}
 
+    def verify_args(self, layer: int) -> dict[str, Tensor | str]:
+        """Keyword arguments of a verify operator: everything but ``slots``, ``num_tokens`` and ``parents``."""
+        return {**self.fold_args(layer), "backend": self.backend}
+
     def fold_args(self, layer: int) -> dict[str, Tensor]:
         """The state tensors of one layer, named as the operators name them."""
         state = self._states[layer]
@@ -204,6 +221,15 @@ class ReplayPool:
     def conv_state(self, layer: int) -> Tensor:
         """Convolution state of one layer, ``[N, C, W − 1]``, oldest input first."""
         return self._states[layer].conv
+
+    def conv_window(self, layer: int) -> Tensor:
+        """Convolution inputs of one layer's window in flight, ``[N, C, T_max]``."""
+        return self._states[layer].conv_window
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the pool, whose addresses stay as they are."""
+        states = [getattr(state, field.name) for state in self._states for field in fields(state)]
+        return [self.write_pos, self.checkpoint_slot, self._counters, self._window_counters, *states]
 
     def read_state(self, layer: int, slots: Sequence[int]) -> Tensor:
         """State at each slot's cursor, float32 ``[B, H_v, d_v, d_k]``."""
@@ -247,11 +273,42 @@ class ReplayPool:
             backend=self.backend,
         )
 
+    def commit(self, slots: Tensor, num_tokens: Tensor, num_accepted: Tensor, path: Tensor | None = None) -> None:
+        """Keep the accepted tokens of a verify of all layers; the others leave nothing behind.
+
+        Args:
+            slots: ``[B]`` int32, as the verify had them.
+            num_tokens: ``[B]`` int32, tokens that each row's window had.
+            num_accepted: ``[B]`` int32, from 0 to num_tokens.
+            path: ``[B, T]`` int32, the accepted tokens of a tree, see :func:`replayssm.ops.accept`. None: the first
+                num_accepted tokens.
+        """
+        rows = {"write_pos": self.write_pos, "slots": slots, "num_tokens": num_tokens, "num_accepted": num_accepted}
+        for spec, state in zip(self.layers, self._states, strict=True):
+            with_conv = spec.conv_dim > 0 and spec.conv_width > 1
+            ops.accept(
+                state.ring_u,
+                state.ring_k,
+                state.ring_g,
+                conv_state=state.conv if with_conv else None,
+                conv_window=state.conv_window if with_conv else None,
+                path=path,
+                backend=self.backend,
+                **rows,
+            )
+        ops.commit(
+            **rows,
+            checkpoint_slot=self.checkpoint_slot,
+            ring_rows=self.ring_capacity,
+            counters=self._window_counters,
+            backend=self.backend,
+        )
+
     # Bytes
 
     def bytes_of(self, layer: int) -> LayerBytes:
         """Bytes of one slot in one layer."""
-        return layer_bytes(self.layers[layer], self.dtypes, self.ring_capacity)
+        return layer_bytes(self.layers[layer], self.dtypes, self.ring_capacity, self.max_window)
 
     @property
     def checkpoint_bytes_per_slot(self) -> int:
@@ -259,9 +316,9 @@ class ReplayPool:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes that one more slot takes: checkpoints, rings, convolution states and cursors of all layers."""
-        cursors = sum(t[0:1].nbytes for t in (self.write_pos, self.checkpoint_slot, self._counters))
-        return sum(self.bytes_of(i).total for i in range(len(self.layers))) + cursors
+        """Bytes that one more slot takes: checkpoints, rings, convolution inputs and cursors of all layers."""
+        per_slot = (self.write_pos, self.checkpoint_slot, self._counters, self._window_counters)
+        return sum(self.bytes_of(i).total for i in range(len(self.layers))) + sum(t[0:1].nbytes for t in per_slot)
 
     @property
     def nbytes(self) -> int:
@@ -271,22 +328,29 @@ class ReplayPool:
     def counters(self) -> dict[str, int]:
         """What was read and written since the pool was made, summed over slots and layers.
 
-        ``decode_steps`` and ``flushes`` count slots' steps. ``state_bytes_written`` are checkpoint writes of prefills
-        and flushes, ``state_bytes_written_stepwise`` those that updating the state at every step would have made.
-        Copies made by forks, snapshots and materialize are ``state_bytes_copied``.
+        ``decode_steps`` and ``flushes`` count slots' steps, ``verify_steps`` and ``folds`` their committed windows,
+        ``tokens_verified`` and ``tokens_accepted`` the tokens in these. ``state_bytes_written`` are checkpoint writes
+        of prefills, flushes and folds; ``state_bytes_written_stepwise`` those that updating the state at every step
+        and for every accepted token would have made. Copies made by forks, snapshots and materialize are
+        ``state_bytes_copied``. Records that move along a tree's path are not counted.
         """
         steps, flushes, records = self._counters.sum(0).tolist()
+        windows, folds, window_records, tokens, accepted = self._window_counters.sum(0).tolist()
         state = self.checkpoint_bytes_per_slot
         record = sum(self.bytes_of(i).record for i in range(len(self.layers)))
         return {
             "decode_steps": steps,
             "flushes": flushes,
-            "state_bytes_read": steps * state,
-            "state_bytes_written": self._prefill_bytes + flushes * state,
-            "state_bytes_written_stepwise": self._prefill_bytes + steps * state,
+            "verify_steps": windows,
+            "folds": folds,
+            "tokens_verified": tokens,
+            "tokens_accepted": accepted,
+            "state_bytes_read": (steps + windows) * state,
+            "state_bytes_written": self._prefill_bytes + (flushes + folds) * state,
+            "state_bytes_written_stepwise": self._prefill_bytes + (steps + accepted) * state,
             "state_bytes_copied": self._copied_bytes,
-            "ring_bytes_read": records * record,
-            "ring_bytes_written": (steps - flushes) * record,
+            "ring_bytes_read": (records + window_records) * record,
+            "ring_bytes_written": (steps - flushes + tokens) * record,
         }
 
     # Inside
@@ -357,3 +421,14 @@ class ReplayPool:
             if self._use[slot] is _Use.SNAPSHOT:
                 raise SlotError(f"slot {slot} is a snapshot: fork it and use the fork")
         return checked
+
+
+def _check_max_window(max_window: int, ring_capacity: int) -> None:
+    check_count("max_window", max_window, 0)
+    if max_window > ops.MAX_WINDOW:
+        raise ValueError(f"max_window is {max_window}: at most {ops.MAX_WINDOW} tokens are wanted")
+    if max_window > ring_capacity:
+        raise ValueError(
+            f"max_window is {max_window}, but a ring has {ring_capacity} rows: "
+            f"a shorter window, or ring_capacity={max_window} or more, is wanted"
+        )

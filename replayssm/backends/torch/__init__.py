@@ -1,11 +1,33 @@
-"""Vectorised PyTorch: the default on CPU.
+"""Vectorised PyTorch: the default on a CPU without a C compiler.
 
 It takes slots and cursors to the host, which costs nothing on a CPU. On a GPU it is correct but waits for the device
 at each call, and its matrix products choose their order of summation by the batch size.
 """
 
-from replayssm.backends.torch.conv import causal_conv1d_update
-from replayssm.backends.torch.layers import gdn_decode, kda_decode, mamba2_decode
+from replayssm.backends.torch.conv import causal_conv1d_update, causal_conv1d_verify
+from replayssm.backends.torch.layers import (
+    gdn_decode,
+    gdn_verify,
+    kda_decode,
+    kda_verify,
+    mamba2_decode,
+    mamba2_verify,
+)
+from replayssm.backends.torch.rollback import accept, commit
 from replayssm.backends.torch.state import advance, materialize, read_state
 
-__all__ = ["advance", "causal_conv1d_update", "gdn_decode", "kda_decode", "mamba2_decode", "materialize", "read_state"]
+__all__ = [
+    "accept",
+    "advance",
+    "causal_conv1d_update",
+    "causal_conv1d_verify",
+    "commit",
+    "gdn_decode",
+    "gdn_verify",
+    "kda_decode",
+    "kda_verify",
+    "mamba2_decode",
+    "mamba2_verify",
+    "materialize",
+    "read_state",
+]

@@ -83,11 +83,7 @@ def decode(
         return v.new_zeros(v.shape)
 
     rows = Rows(slots, x.device)
-    if step.checkpoint_slot is None:
-        cursors, source = step.write_pos.tolist(), slots
-    else:
-        cursors, source = rows.read(step.write_pos).tolist(), rows.read(step.checkpoint_slot).tolist()
-    state = (rows if source == slots else Rows(source, x.device)).read(step.checkpoint).float()
+    cursors, state = read_checkpoint(rows, step)
     rate = None if inputs is None else inputs.rate
     ring = read_ring(rows, cursors, step.ring_u, step.ring_k, step.ring_g, rate) if any(cursors) else None
 
@@ -99,26 +95,10 @@ def decode(
     batch, num_k_heads, columns, head_k_dim = x.shape
     num_v_heads, head_v_dim = v.shape[1:]
     pairs, group = batch * num_k_heads, num_v_heads // num_k_heads
-    channel = g.dim() == 3
 
     decays = g.exp().unsqueeze(2) if ring is None else decays_with_token(ring.g, g)
     x = x.reshape(pairs, columns, head_k_dim)
-    if channel:
-        total, after = decays[:, :, :1].flatten(0, 1), decays[:, :, 1:].flatten(0, 1)  # [pairs, 1 or R, d_k]
-    else:
-        per_head = decays.reshape(pairs, group, 1, -1)
-        total, after = per_head[..., :1], per_head[..., 1:]  # [pairs, G, 1, 1 or R]
-
-    sx = torch.bmm(x * total if channel else x, state.reshape(pairs, -1, head_k_dim).mT)
-    sx = sx.view(pairs, columns, group, head_v_dim).transpose(1, 2)
-    if not channel:
-        sx *= total
-    if ring is not None:
-        ring_k = ring.k.reshape(pairs, -1, head_k_dim)
-        scores = torch.bmm(x, (ring_k * after if channel else ring_k).mT).unsqueeze(1)
-        written = ring.live if len(ring.live) == 1 else ring.live.repeat_interleave(num_k_heads, dim=0)
-        scores = torch.where(written[:, None, None], scores if channel else scores * after, 0)
-        sx += torch.bmm(scores.flatten(0, 1), ring.u.flatten(0, 1)).view(pairs, group, columns, head_v_dim)
+    sx = product_with_state(x, state, decays, ring, num_k_heads)
 
     u = v.reshape(pairs, group, head_v_dim)
     if rule == "delta":
@@ -154,6 +134,42 @@ def decode(
     return y
 
 
+def product_with_state(x: Tensor, state: Tensor, decays: Tensor, ring: Ring | None, num_k_heads: int) -> Tensor:
+    """``S_c (exp(G_h) x) + Σ_j ((exp(G_h − G_j) k_j)·x) u_j`` for some columns x.
+
+    Args:
+        x: fp32 ``[B·H_k, C, d_k]``.
+        state: fp32 ``[B, H_v, d_v, d_k]``.
+        decays: of checkpoint and records, see :func:`decays_with_token`.
+        ring: records, None if there are none.
+        num_k_heads: H_k.
+
+    Returns:
+        fp32 ``[B·H_k, G, C, d_v]`` for the G value heads of each key head.
+    """
+    pairs, columns, head_k_dim = x.shape
+    group, head_v_dim = state.shape[1] // num_k_heads, state.shape[2]
+    channel = decays.dim() == 4
+    if channel:
+        total, after = decays[:, :, :1].flatten(0, 1), decays[:, :, 1:].flatten(0, 1)  # [pairs, 1 or R, d_k]
+    else:
+        per_head = decays.reshape(pairs, group, 1, -1)
+        total, after = per_head[..., :1], per_head[..., 1:]  # [pairs, G, 1, 1 or R]
+
+    sx = torch.bmm(x * total if channel else x, state.reshape(pairs, -1, head_k_dim).mT)
+    sx = sx.view(pairs, columns, group, head_v_dim).transpose(1, 2)
+    if not channel:
+        sx *= total
+    if ring is None:
+        return sx
+    ring_k = ring.k.reshape(pairs, -1, head_k_dim)
+    scores = torch.bmm(x, (ring_k * after if channel else ring_k).mT).unsqueeze(1)
+    written = ring.live if len(ring.live) == 1 else ring.live.repeat_interleave(num_k_heads, dim=0)
+    scores = torch.where(written[:, None, None], scores if channel else scores * after, 0)
+    sx += torch.bmm(scores.flatten(0, 1), ring.u.flatten(0, 1)).view(pairs, group, columns, head_v_dim)
+    return sx
+
+
 def flushing_rows(cursors: list[int], flush_period: int, force_flush: Tensor | None) -> list[bool]:
     """Which rows fold their records and the current token into the checkpoint."""
     flush = [cursor >= flush_period - 1 for cursor in cursors]
@@ -162,13 +178,27 @@ def flushing_rows(cursors: list[int], flush_period: int, force_flush: Tensor | N
     return [natural or bool(forced) for natural, forced in zip(flush, force_flush.tolist(), strict=True)]
 
 
+def read_checkpoint(rows: Rows, step: Step) -> tuple[list[int], Tensor]:
+    """Cursor of each row, and the checkpoints that they count from, fp32 ``[B, H_v, d_v, d_k]``; may be a view."""
+    if step.checkpoint_slot is None:
+        cursors, source = step.write_pos.tolist(), rows.slots
+    else:
+        cursors, source = rows.read(step.write_pos).tolist(), rows.read(step.checkpoint_slot).tolist()
+    return cursors, (rows if source == rows.slots else Rows(source, rows.device)).read(step.checkpoint).float()
+
+
 def append(rows: Rows, cursors: list[int], step: Step, u: Tensor, k: Tensor, g: Tensor) -> None:
     """Write one record at each row's cursor."""
-    if step.ring_u.dtype == torch.float16:  # the norm factor of a tiny key may take u past the largest number
-        largest = torch.finfo(torch.float16).max
-        u = u.clamp(-largest, largest)
-    for ring, value in ((step.ring_u, u), (step.ring_k, k), (step.ring_g, g)):
+    for ring, value in ((step.ring_u, storable(u, step.ring_u.dtype)), (step.ring_k, k), (step.ring_g, g)):
         rows.append(ring, cursors, value)
+
+
+def storable(u: Tensor, dtype: torch.dtype) -> Tensor:
+    """The update, clamped for float16: the norm factor of a tiny key may take it past the largest number."""
+    if dtype != torch.float16:
+        return u
+    largest = torch.finfo(torch.float16).max
+    return u.clamp(-largest, largest)
 
 
 def flushed_state(state: Tensor, decays: Tensor, ring: Ring | None, u: Tensor, k: Tensor) -> Tensor:

@@ -42,3 +42,15 @@ class Rows:
         else:
             at = torch.tensor(positions, device=self.device)
             ring[self.index, :, at] = values.to(ring.dtype)
+
+    def append_runs(self, ring: Tensor, starts: list[int], counts: list[int], values: Tensor) -> None:
+        """Store the first ``counts[b]`` of ``values`` ``[B, T, H, ...]`` from row ``starts[b]`` of the ring on."""
+        start, count = starts[0], counts[0]
+        if self.run is not None and starts.count(start) == counts.count(count) == len(starts):
+            self.read(ring).narrow(2, start, count).copy_(values[:, :count].transpose(1, 2))
+            return
+        places = [
+            (row, self.slots[row], token, starts[row] + token) for row, n in enumerate(counts) for token in range(n)
+        ]
+        row, slot, token, at = torch.tensor(places, device=self.device).T
+        ring[slot, :, at] = values[row, token].to(ring.dtype)

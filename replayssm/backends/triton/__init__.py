@@ -1,7 +1,24 @@
 """Portable GPU kernels in Triton; on a CPU they run in Triton's interpreter, for tests."""
 
 from replayssm.backends.triton.conv import causal_conv1d_update
+from replayssm.backends.triton.conv_verify import causal_conv1d_verify
 from replayssm.backends.triton.decode import gdn_decode, kda_decode, mamba2_decode
+from replayssm.backends.triton.rollback import accept, commit
 from replayssm.backends.triton.state import advance, materialize, read_state
+from replayssm.backends.triton.verify import gdn_verify, kda_verify, mamba2_verify
 
-__all__ = ["advance", "causal_conv1d_update", "gdn_decode", "kda_decode", "mamba2_decode", "materialize", "read_state"]
+__all__ = [
+    "accept",
+    "advance",
+    "causal_conv1d_update",
+    "causal_conv1d_verify",
+    "commit",
+    "gdn_decode",
+    "gdn_verify",
+    "kda_decode",
+    "kda_verify",
+    "mamba2_decode",
+    "mamba2_verify",
+    "materialize",
+    "read_state",
+]

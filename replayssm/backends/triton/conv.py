@@ -39,19 +39,23 @@ def _conv_kernel(
     if slot < 0:
         tl.store(y_at, tl.zeros([BLOCK_C], tl.float32).to(y_ptr.dtype.element_ty), mask=inside)
         return
-    x = tl.load(x_ptr + row * x_row + channel * x_channel, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row * x_row + channel.to(tl.int64) * x_channel, mask=inside, other=0.0)
     weight_at = weight_ptr + channel * weight_channel
     total = x.to(tl.float32) * tl.load(weight_at + (WIDTH - 1) * weight_column, mask=inside, other=0.0).to(tl.float32)
-    state_at = state_ptr + slot * state_slot + channel.to(tl.int64) * state_channel
+    # From column to column by addition: the product of a column and its stride may need more than 32 bits.
+    at = state_ptr + slot * state_slot + channel.to(tl.int64) * state_channel
+    before = at
     for column in tl.static_range(WIDTH - 1):
-        past = tl.load(state_at + column * state_column, mask=inside, other=0.0)
+        past = tl.load(at, mask=inside, other=0.0)
         total += past.to(tl.float32) * tl.load(weight_at + column * weight_column, mask=inside, other=0.0).to(
             tl.float32
         )
         if column > 0:
-            tl.store(state_at + (column - 1) * state_column, past, mask=inside)
+            tl.store(before, past, mask=inside)
+        before = at
+        at += state_column
     if WIDTH > 1:
-        tl.store(state_at + (WIDTH - 2) * state_column, x, mask=inside)
+        tl.store(before, x, mask=inside)
     if HAS_BIAS:
         total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     if SILU:

@@ -1,0 +1,103 @@
+"""Write the tables of the documents from the stored results, so that no number is typed by hand.
+
+A document marks a table's place by two comments; what stands between them is replaced::
+
+    <!-- table: nvidia-h200/decode op=gdn_decode ring_len=16 -->
+    <!-- end of table -->
+
+The first word names a file in benchmarks/results, the others keep the rows that have these values.
+
+Usage: python -m benchmarks.tables [--check] [DOCUMENT ...]
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from replayssm.bench.report import DecodeTable, operators
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- table: (\S+)((?: \w+=\S+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+class TableError(ValueError):
+    """A mark asks for what the results don't hold; the message is one line."""
+
+
+def kept(rows: list[dict[str, Any]], wanted: dict[str, str]) -> list[dict[str, Any]]:
+    """Rows with these values. A contender without a ring has no L and stays for every L."""
+
+    def fits(row: dict[str, Any], key: str, value: str) -> bool:
+        return str(row[key]) == value or (key == "ring_len" and row[key] is None)
+
+    for key in wanted:
+        if rows and key not in rows[0]:
+            raise TableError(f"rows have no {key}")
+    return [row for row in rows if all(fits(row, key, value) for key, value in wanted.items())]
+
+
+def markdown(name: str, wanted: dict[str, str], results: Path = RESULTS) -> str:
+    """The tables of one result, each with its operator as heading line, and where the numbers come from."""
+    path = results / f"{name}.json"
+    if not path.is_file():
+        raise TableError(f"there is no {path.name} in {path.parent.name}")
+    result = json.loads(path.read_text())
+    rows = kept(result["rows"], wanted)
+    if not rows:
+        raise TableError(f"{name} has no rows with {' '.join(f'{k}={v}' for k, v in wanted.items())}")
+    parts = []
+    for op in operators(rows):
+        table = DecodeTable(op, rows)
+        lines = [table.header, ["--:"] * len(table.header), *table.lines()]
+        parts.append(f"{table.title}:\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return "\n\n".join(parts) + f"\n\n{origin(result['meta'])}\n"
+
+
+def origin(meta: dict[str, Any]) -> str:
+    """One line on where the numbers come from."""
+    where = meta.get("gpu") or f"{meta['cpu']}, {meta['threads']} threads"
+    versions = [f"{name} {meta[name]}" for name in ("torch", "triton", "transformers") if meta.get(name)]
+    beside = [f"{name} {version}" for name, version in meta.get("rivals", {}).items()]
+    parts = [where, f"read bandwidth {meta['read_tbps']} TB/s", *versions, *beside, meta["date"]]
+    return f"*{', '.join(parts)}; commit {meta['commit'] or 'unknown'}.*"
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """A document with its tables as the results have them now."""
+
+    def table(match: re.Match[str]) -> str:
+        wanted = dict(pair.split("=", 1) for pair in match[3].split())
+        return f"{match[1]}{markdown(match[2], wanted, results)}{match[4]}"
+
+    return PLACE.sub(table, text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")
+    parser.add_argument("documents", nargs="*", type=Path, help="default: all of docs/ and the README")
+    options = parser.parse_args(arguments)
+    stale = []
+    for path in options.documents or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text()
+        try:
+            new = filled(text)
+        except TableError as error:
+            print(f"benchmarks.tables: {path.name}: {error}", file=sys.stderr)
+            return 2
+        if new == text:
+            continue
+        stale.append(path.name)
+        if not options.check:
+            path.write_text(new)
+    if stale:
+        print(f"{'out of date' if options.check else 'written'}: {', '.join(stale)}")
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

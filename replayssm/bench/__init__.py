@@ -1,0 +1,1 @@
+"""Benchmarks of the operators: what `replayssm bench` measures, and how."""

@@ -1,0 +1,97 @@
+"""Who is measured: a contender turns a workload into calls that can be checked and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from replayssm import ops
+from replayssm.bench.workload import Workload
+from replayssm.state import ReplayPool
+
+Records = tuple[Tensor, Tensor, Tensor]
+Setting = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A contender's tensors for one workload, and what reads them.
+
+    Args:
+        steps: one function per call of the walk; gives the output ``[B, H_v, d_v]``.
+        state: ``(call, rows)`` to what is stored as state of these rows, ``[R, H_v, d_v, d_k]``.
+        records: ``(call, rows)`` to all L ring rows ``(u, k, g)``, or None for a contender without a ring.
+        settings: launch settings to choose from by time, each a context in which the calls are made.
+    """
+
+    steps: list[Callable[[], Tensor]]
+    state: Callable[[int, Tensor], Tensor]
+    records: Callable[[int, Tensor], Records] | None
+    settings: Mapping[str, Setting] = field(default_factory=lambda: {"": nullcontext})
+
+
+class Contender(Protocol):
+    """One way to make a decode step."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def has_ring(self) -> bool: ...
+
+    def takes(self, kind: str, state_dtype: torch.dtype) -> bool:
+        """Whether it can step this kind of layer with such a state."""
+        ...
+
+    def prepare(self, workload: Workload) -> Prepared: ...
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Our operators with one of the backends."""
+
+    backend: str
+    has_ring: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"replayssm/{self.backend}"
+
+    def takes(self, kind: str, state_dtype: torch.dtype) -> bool:  # noqa: ARG002
+        return True
+
+    def prepare(self, workload: Workload) -> Prepared:
+        pool = ReplayPool(
+            [workload.spec],
+            workload.num_slots,
+            ring_len=workload.ring_len,
+            state_dtype=workload.state_dtype,
+            activation_dtype=workload.activation_dtype,
+            device=workload.device,
+            backend=self.backend,
+        )
+        numbers = pool.alloc(workload.num_slots)
+        held = pool.fold_args(0)
+        held["checkpoint"].copy_(workload.checkpoint())
+        for name, values in zip(("ring_u", "ring_k", "ring_g"), workload.records(), strict=True):
+            held[name].copy_(values)
+        pool.write_pos.copy_(workload.cursors().flatten())
+        batches = [pool.slot_tensor(numbers[i : i + workload.batch]) for i in range(0, len(numbers), workload.batch)]
+        operator = getattr(ops, f"{workload.kind}_decode")
+        arguments = {**workload.inputs(), **workload.parameters(), **pool.state_args(0)}
+
+        def step(slots: Tensor) -> Callable[[], Tensor]:
+            return lambda: operator(**arguments, slots=slots)
+
+        def records(call: int, rows: Tensor) -> Records:
+            slots = batches[call][rows]
+            return held["ring_u"][slots], held["ring_k"][slots], held["ring_g"][slots]
+
+        return Prepared(
+            [step(slots) for slots in batches], lambda call, rows: held["checkpoint"][batches[call][rows]], records
+        )

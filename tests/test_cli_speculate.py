@@ -1,0 +1,80 @@
+"""`replayssm generate --speculate`: the same tokens, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from replayssm import cli
+
+PROMPT = ("--prompt", "import os\nimport sys\n", "--max-new-tokens", "48", "--ignore-eos")
+
+
+@pytest.fixture
+def generated(capfd):
+    """The JSON object of one `generate`."""
+
+    def run(*args: str) -> dict:
+        capfd.readouterr()
+        code = cli.run(["generate", *PROMPT, *args, "--json"])
+        out, err = capfd.readouterr()
+        assert code == 0, err
+        return json.loads(out)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        ("qwen3_5-tiny", ("ngram", "--num-draft", "7")),
+        ("qwen3_5-tiny", ("mtp",)),
+        ("qwen3_5-tiny", ("mtp", "--tree", "2", "--fixed-draft", "--ring-len", "4")),
+        ("kimi_linear-tiny", ("ngram", "--tree", "3")),
+        ("granite_hybrid-tiny", ("draft", "--draft-model", "qwen3_5-tiny", "--fixed-draft")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_speculation_gives_the_plain_tokens_and_reports_itself(generated, model, args):
+    plain = generated("--model", model, "--no-replay")
+    told = generated("--model", model, "--speculate", *args)
+    assert told["token_ids"] == plain["token_ids"]
+    assert told["text"] == plain["text"]
+    speculation = told["speculation"]
+    assert plain["speculation"] is None
+    assert speculation["drafter"] == args[0]
+    assert 0 < speculation["accepted"] <= speculation["drafted"]
+    assert speculation["acceptance_length"] > 1
+    assert speculation["tokens_per_step"] == pytest.approx(47 / speculation["steps"], rel=0.15)
+    assert told["decode_steps"] == speculation["steps"]
+    assert told["state_bytes_written"] < told["state_bytes_written_stepwise"]
+
+
+def test_a_seed_makes_sampled_speculation_repeatable(generated):
+    args = ("--speculate", "ngram", "--temperature", "0.9", "--top-p", "0.9", "--seed", "5")
+    assert generated(*args)["token_ids"] == generated(*args)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--speculate", "lucky"), "speculate is 'lucky': it must be one of ngram, mtp, draft"),
+        (("--speculate", "draft"), "a draft model is wanted with --speculate draft"),
+        (("--speculate", "ngram", "--draft-model", "qwen3_5-tiny"), "and with it alone"),
+        (("--draft-model", "qwen3_5-tiny"), "draft-model was given without --speculate draft"),
+        (("--speculate", "draft", "--draft-model", "no-such"), "model 'no-such' is neither a folder nor a bundled"),
+        (("--speculate", "ngram", "--num-draft", "0"), "num-draft is 0: it must be from 1 to 15"),
+        (("--speculate", "ngram", "--num-draft", "16"), "num-draft is 16: it must be from 1 to 15"),
+        (("--speculate", "ngram", "--tree", "0"), "tree is 0: it must be from 1 (a chain)"),
+        (("--speculate", "ngram", "--no-replay"), "speculate and no-replay were both given"),
+        (("--model", "kimi_linear-tiny", "--speculate", "mtp"), "has no MTP head"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_exit_2(capfd, args, message):
+    assert cli.run(["generate", *PROMPT, *args]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert message in err

@@ -1,0 +1,132 @@
+"""Speculation through checkpoint and ring on the bundled models: greedy tokens are the plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build, prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import replayssm
+from replayssm import bundled
+from replayssm.speculate import AdaptiveLength, GivenCosts, ModelDrafter, MtpDrafter, NgramDrafter, speculate
+from replayssm.speculate.replay import ReplayVerifier
+
+TEXTS = ("import os\nimport sys\n\ndef main(", "class TestCase(unittest.TestCase):\n    def test_", "x")
+NEW_TOKENS = 160
+DRAFTERS = [(name, kind) for name in bundled.names() for kind in ("ngram", "draft")] + [("qwen3_5-tiny", "mtp")]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Bundled models with their prompts and plain greedy tokens, one row at a time by transformers' own step."""
+    built = {}
+
+    def get(name):
+        if name not in built:
+            folder = bundled.path(name)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+            greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            plain = [model.generate(torch.tensor([row]), **greedy)[0, len(row) :].tolist() for row in ids]
+            built[name] = model, ids, plain
+        return built[name]
+
+    yield get
+    for model, *_ in built.values():
+        replayssm.disable(model)
+
+
+def drafter_for(kind, model, name):
+    if kind == "ngram":
+        return NgramDrafter()
+    if kind == "mtp":
+        return MtpDrafter(model, bundled.path(name))
+    # Another model with the same vocabulary: mostly wrong, now and then right.
+    other = bundled.names()[(bundled.names().index(name) + 1) % 3]
+    draft = AutoModelForCausalLM.from_pretrained(bundled.path(other)).eval()
+    return ModelDrafter(ReplayVerifier(replayssm.enable(draft)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3], ids=["one", "batch"])
+@pytest.mark.parametrize(
+    ("ring_len", "num_drafts", "width"),
+    [(4, 1, 1), (16, 3, 1), (32, 7, 1), (4, 3, 2), (16, 4, 3), (32, 7, 2)],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize(("name", "kind"), DRAFTERS)
+def test_greedy_tokens_are_the_plain_ones(models, name, kind, ring_len, num_drafts, width, rows):
+    model, ids, plain = models(name)
+    replayssm.enable(model, ring_len=ring_len)
+    verifier = ReplayVerifier(model)
+    found = speculate(
+        verifier,
+        drafter_for(kind, model, name),
+        ids[:rows],
+        max_new_tokens=NEW_TOKENS,
+        num_drafts=num_drafts,
+        width=width,
+    )
+    assert found.tokens == plain[:rows]
+    assert found.statistics.accepted > 0
+    if kind != "mtp":  # whose drafts are nearly all right
+        assert found.statistics.accepted < found.statistics.drafted
+    counters = verifier.cache.require_pool().counters()
+    assert counters["tokens_accepted"] == found.statistics.accepted + found.statistics.row_steps
+    assert counters["folds"] <= rows * NEW_TOKENS / ring_len
+    replayssm.disable(model)
+
+
+def test_lengths_that_adapt_change_no_token(models):
+    model, ids, plain = models("qwen3_5-tiny")
+    replayssm.enable(model)
+    adaptive = AdaptiveLength(7, GivenCosts())
+    found = speculate(
+        ReplayVerifier(model), NgramDrafter(), ids, max_new_tokens=NEW_TOKENS, num_drafts=7, adaptive=adaptive
+    )
+    assert found.tokens == plain
+    replayssm.disable(model)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "nemotron_h", "bamba", "falcon_h1", "zamba2"])
+@pytest.mark.parametrize("width", [1, 2], ids=["chain", "tree"])
+def test_other_families_verify_batches_and_trees(name, width):
+    """Drafts of one model by a disturbed copy of it."""
+    model, draft = build(name), build(name)
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(1 + 0.03 * torch.randn(parameter.shape, generator=rng))
+    ids = [row[mask.bool()].tolist() for row, mask in zip(*prompts(3).values(), strict=True)]
+    plain = [
+        model.generate(torch.tensor([row]), max_new_tokens=40, do_sample=False)[0, len(row) :].tolist() for row in ids
+    ]
+    drafter = ModelDrafter(ReplayVerifier(replayssm.enable(draft)))
+    verifier = ReplayVerifier(replayssm.enable(model, ring_len=6))
+    found = speculate(verifier, drafter, ids, max_new_tokens=40, num_drafts=3, width=width)
+    assert found.tokens == plain
+    assert found.statistics.accepted > 0
+
+
+def test_a_window_wants_a_commit_and_room(models):
+    model, ids, _ = models("qwen3_5-tiny")
+    with pytest.raises(ValueError, match=r"call enable\(model\) first"):
+        ReplayVerifier(model)
+    replayssm.enable(model)
+    with pytest.raises(ValueError, match="max_window is 17"):
+        ReplayVerifier(model, max_window=17)
+    verifier = ReplayVerifier(model, max_window=4)
+    row = torch.tensor([ids[0]])
+    verifier.prefill(row, torch.ones_like(row, dtype=torch.bool))
+    one = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"commit\(\) of a ReplayCache without a window"):
+        verifier.commit(one, None)
+    verifier.verify(row[:, :2], None, one)
+    with pytest.raises(ValueError, match="wasn't committed"):
+        verifier.verify(row[:, :2], None, one)
+    verifier.commit(one, None)
+    with pytest.raises(ValueError, match="T = 5"):
+        verifier.verify(row[:, :5], None, one)
+    replayssm.disable(model)

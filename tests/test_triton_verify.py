@@ -1,0 +1,45 @@
+"""Verify windows in Triton's interpreter: the claims of test_verify.py that cost little there; a GPU runs them all."""
+
+from __future__ import annotations
+
+import pytest
+import test_verify
+import torch
+from oracle import KINDS
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs test_verify.py itself")
+
+PLACE = {"device": "cpu", "backend": "triton"}
+
+
+@pytest.mark.parametrize("shape", ["gdn-odd-17x33", "kda-bounded-64x64", "mamba2-64x64-groups4", "gdn-16x16-ratio8"])
+def test_a_chain_equals_the_recurrence(shape: str) -> None:
+    test_verify.test_every_token_and_state_of_a_chain_equals_the_recurrence(shape, 5, PLACE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_equals_the_recurrence_along_its_paths(kind: str) -> None:
+    test_verify.test_every_token_of_a_tree_equals_the_recurrence_along_its_path(kind, 7, "random", PLACE)
+
+
+@pytest.mark.parametrize(("kind", "tree"), [("gdn", "chain"), ("kda", "random"), ("mamba2", "width2")])
+def test_ragged_rows(kind: str, tree: str) -> None:
+    test_verify.test_ragged_rows_padding_and_staggered_cursors(kind, tree, PLACE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folds(kind: str) -> None:
+    test_verify.test_a_fold_takes_the_committed_records_and_no_draft(kind, PLACE)
+    test_verify.test_a_fold_leaves_a_shared_snapshot_alone(kind, "random", PLACE)
+
+
+@pytest.mark.parametrize("kind", ["kda", "mamba2"])
+def test_rejected_drafts_and_views(kind: str) -> None:
+    test_verify.test_rejected_drafts_leave_no_trace(kind, PLACE)
+    test_verify.test_inputs_may_be_views_of_one_projection(kind, PLACE)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_strong_and_weak_decays(kind: str) -> None:
+    test_verify.test_strong_and_weak_decays_side_by_side_keep_their_digits(kind, "random", PLACE)
