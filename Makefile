@@ -27,7 +27,7 @@ test-fast: $(STAMP)
 OLDEST := $(VENV)/oldest
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/replayssm demo --max-new-tokens 33
-	PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py
+	PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py tests/test_assisted.py
 
 test-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-gpu: torch sees no GPU here")'

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from families import FAMILIES, build, cache_name, prompts
 
 import replayssm
@@ -30,6 +31,12 @@ def models():
     return get
 
 
+def skip_unless_assisted(name):
+    """Before 5.24 transformers looks for the cache under a name that the pure Mamba-2 model doesn't use."""
+    if name == "mamba2" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        pytest.skip(f"transformers {transformers.__version__} has no assisted decoding of this model")
+
+
 @pytest.fixture
 def crops(monkeypatch):
     """How many tokens each call of `crop` took back, counted."""
@@ -37,7 +44,7 @@ def crops(monkeypatch):
     crop = ReplayCache.crop
 
     def counting(self, tokens_to_remove):
-        counted[-tokens_to_remove] += 1
+        counted[-int(tokens_to_remove)] += 1
         crop(self, tokens_to_remove)
 
     monkeypatch.setattr(ReplayCache, "crop", counting)
@@ -73,6 +80,7 @@ def near_copy(model, noise=0.03):
 @pytest.mark.parametrize("ring_len", [4, 16])
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_prompt_lookup_gives_the_plain_greedy_tokens(name, ring_len, models, crops):
+    skip_unless_assisted(name)
     model, inputs = models(name), repeating_prompt()
     expected = greedy(model, inputs)
     replayssm.enable(model, ring_len=ring_len)
@@ -83,6 +91,7 @@ def test_prompt_lookup_gives_the_plain_greedy_tokens(name, ring_len, models, cro
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_an_assistant_model_gives_the_plain_greedy_tokens(name, models, crops):
+    skip_unless_assisted(name)
     model, inputs = models(name), prompts()
     assistant = near_copy(model)
     expected = greedy(model, inputs)

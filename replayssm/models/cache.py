@@ -404,6 +404,7 @@ class ReplayCache(DynamicCache):
         Raises:
             ValueError: the cache doesn't record, or so many tokens can't be taken back.
         """
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in transformers 5.17
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): the number of tokens to take back is wanted, as -{tokens_to_remove}"
