@@ -168,7 +168,7 @@ INLINE floats either(ints condition, floats yes, floats no) {
     return (floats)((condition & (ints)yes) | (~condition & (ints)no));
 }
 
-/* e^x by 2^n e^r, |r| <= ln(2) / 2; off by less than one unit in the last place. */
+/* e^x by 2^n e^r, |r| <= ln(2) / 2; off by about one unit in the last place. */
 INLINE floats exponential(floats x) {
     floats bounded = either(x > 89.0f, every(89.0f), x); /* NaN stays NaN */
     bounded = either(bounded < -104.0f, every(-104.0f), bounded);
