@@ -10,8 +10,8 @@ typedef struct {
 } convolution;
 
 /* Sums of the taps over state and input, and the state one input further. Inlined for a dtype and a width. */
-INLINE void convolve_channels(const convolution *c, int64_t row, int64_t slot, const float *taps, float *y, int64_t dtype,
-                              int64_t width) {
+INLINE void convolve_channels(const convolution *c, int64_t row, int64_t slot, const float *taps, float *y,
+                              int64_t dtype, int64_t width) {
     const int64_t size = dtype == FLOAT32 ? 4 : 2, next = c->state.stride[2] * size;
     char *state = (char *)(intptr_t)c->state.data + slot * c->state.stride[0] * size;
     const char *x = (const char *)(intptr_t)c->x.data + row * c->x.stride[0] * size;
@@ -77,7 +77,8 @@ void replayssm_advance(const move *m) {
         int flush = forced || *cursor >= m->flush_period - 1;
         if (m->counters.data) {
             int64_t count[] = {1, flush, *cursor}, at = slot * m->counters.stride[0];
-            for (int64_t i = 0; i < 3; i++) *(int64_t *)address(&m->counters, at + i * m->counters.stride[1]) += count[i];
+            for (int64_t i = 0; i < 3; i++)
+                *(int64_t *)address(&m->counters, at + i * m->counters.stride[1]) += count[i];
         }
         if (flush) *(int32_t *)address(&m->checkpoint_slot, slot * m->checkpoint_slot.stride[0]) = (int32_t)slot;
         *cursor = flush ? 0 : *cursor + 1;

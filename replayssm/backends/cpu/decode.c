@@ -113,7 +113,8 @@ INLINE void products(const float *const *x, int rows, const float *q, const floa
     }
 }
 
-INLINE void all_products(const float *const *x, int64_t rows, const float *q, const float *k, int64_t n, float *sq, float *sk) {
+INLINE void all_products(const float *const *x, int64_t rows, const float *q, const float *k, int64_t n, float *sq,
+                         float *sk) {
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) products(x + r, 4, q, k, n, sq + r, sk ? sk + r : NULL);
     for (; r < rows; r++) products(x + r, 1, q, k, n, sq + r, sk ? sk + r : NULL);
@@ -271,7 +272,8 @@ enum { FOLDED_ROWS = 2, FOLDED_VECTORS = 2 };
 
 /* Columns `at` and on of `rows` rows of the state: total * old + sum_j u_j k_j, with the u_j `step` apart. */
 INLINE void fold_part(const float *const *old, float *const *new, int rows, int vectors, const float *const *key,
-                      int64_t count, const float *u, int64_t step, const float *total, int channel, int64_t at, int64_t n) {
+                      int64_t count, const float *u, int64_t step, const float *total, int channel, int64_t at,
+                      int64_t n) {
     floats part[FOLDED_ROWS][FOLDED_VECTORS];
     for (int v = 0; v < vectors; v++) {
         int64_t c = at + v * LANES;
@@ -348,7 +350,8 @@ static void append(scratch *w, const row *r, int64_t head, float delta) {
 static void skip_and_gate(scratch *w, int64_t b, int64_t head, float *y) {
     const step *s = w->s;
     if (s->D.data)
-        for (int64_t i = 0; i < s->v_dim; i++) y[i] += number(&s->D, head * s->D.stride[0] + i * s->D.stride[1]) * w->v[i];
+        for (int64_t i = 0; i < s->v_dim; i++)
+            y[i] += number(&s->D, head * s->D.stride[0] + i * s->D.stride[1]) * w->v[i];
     if (!s->z.data) return;
     const float *z = read_row(&s->z, b * s->z.stride[0] + head * s->z.stride[1], s->z.stride[2], s->v_dim, w->buffer);
     for (int64_t i = 0; i < s->v_dim; i += LANES)
