@@ -13,7 +13,7 @@ from replayssm.speculate import AdaptiveLength, GivenCosts, ModelDrafter, MtpDra
 from replayssm.speculate.replay import ReplayVerifier
 
 TEXTS = ("import os\nimport sys\n\ndef main(", "class TestCase(unittest.TestCase):\n    def test_", "x")
-NEW_TOKENS = 160
+NEW_TOKENS = 96
 DRAFTERS = [(name, kind) for name in bundled.names() for kind in ("ngram", "draft")] + [("qwen3_5-tiny", "mtp")]
 
 
