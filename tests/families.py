@@ -6,6 +6,7 @@ are scaled until it moves them by order 1, and `test_transformers.py` asserts th
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import replayssm
 
 VOCAB = 101
 PAD = 0
@@ -248,6 +251,28 @@ def scale_weights(model: torch.nn.Module) -> None:
                 weight.mul_(2.0)
         else:
             weight.add_(torch.empty_like(weight).normal_(0.0, 0.1))
+
+
+def built_models() -> Any:
+    """A function that gives tiny models by family, each built once and without replay."""
+    built: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in built:
+            built[name] = build(name)
+        return replayssm.disable(built[name])
+
+    return get
+
+
+def disturbed(model: Any, noise: float = 0.03) -> Any:
+    """The same model with other weights: some of its guesses are right, some wrong."""
+    other = copy.deepcopy(model)
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=rng))
+    return other
 
 
 def prompts(batch: int = 1, length: int = 11, seed: int = 0) -> dict[str, torch.Tensor]:

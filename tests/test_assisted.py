@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 
 import pytest
 import torch
 import transformers
-from families import FAMILIES, build, cache_name, prompts
+from families import FAMILIES, built_models, cache_name, disturbed, prompts
 
 import replayssm
 from replayssm import ReplayCache
@@ -20,15 +19,8 @@ ONE_PER_KIND = ["qwen3_5", "kimi_linear", "bamba", "falcon_h1"]  # GDN, KDA, Mam
 
 @pytest.fixture(scope="module")
 def models():
-    """Tiny models by family, built once; each test must leave them disabled."""
-    built = {}
-
-    def get(name):
-        if name not in built:
-            built[name] = build(name)
-        return replayssm.disable(built[name])
-
-    return get
+    """Each test must leave them disabled."""
+    return built_models()
 
 
 def skip_unless_assisted(name):
@@ -67,16 +59,6 @@ def forward(model, ids, cache):
         return model(input_ids=ids, use_cache=True, **{cache_name(model): cache}).logits
 
 
-def near_copy(model, noise=0.03):
-    """The same model with disturbed weights: some of its drafts are right, some wrong."""
-    other = copy.deepcopy(model)
-    rng = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=rng))
-    return other
-
-
 @pytest.mark.parametrize("ring_len", [4, 16])
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_prompt_lookup_gives_the_plain_greedy_tokens(name, ring_len, models, crops):
@@ -93,7 +75,7 @@ def test_prompt_lookup_gives_the_plain_greedy_tokens(name, ring_len, models, cro
 def test_an_assistant_model_gives_the_plain_greedy_tokens(name, models, crops):
     skip_unless_assisted(name)
     model, inputs = models(name), prompts()
-    assistant = near_copy(model)
+    assistant = disturbed(model)
     expected = greedy(model, inputs)
     replayssm.enable(model, ring_len=8)
     replayssm.enable(assistant, ring_len=8)
@@ -162,6 +144,27 @@ def test_drafts_of_several_forwards_are_taken_back_at_once(models):
     torch.testing.assert_close(
         forward(model, ids[:, 30:32], cache), forward(model, ids[:, 30:32], plain), atol=1e-4, rtol=1e-4
     )
+    replayssm.disable(model)
+
+
+def test_a_cache_with_records_may_begin_to_record(models):
+    """Its rings are too short for what may be taken back, and for a window of twenty."""
+    model = replayssm.enable(models("qwen3_5"), ring_len=4)
+    ids = torch.randint(1, 101, (1, 60), generator=torch.Generator().manual_seed(3))
+    cache, plain = ReplayCache(model), ReplayCache(model)
+    for made in (cache, plain):
+        for start, end in ((0, 9), (9, 10), (10, 11)):
+            forward(model, ids[:, start:end], made)
+    cache.activate_past_recording()
+    forward(model, ids[:, 20:40], cache)
+    cache.crop(-20)
+    for token in range(40, 46):
+        torch.testing.assert_close(
+            forward(model, ids[:, token : token + 1], cache),
+            forward(model, ids[:, token : token + 1], plain),
+            atol=1e-4,
+            rtol=1e-4,
+        )
     replayssm.disable(model)
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from replayssm import cli
+from replayssm import cli, ops, options
 
 PROMPT = ("--prompt", "import os\nimport sys\n", "--max-new-tokens", "48", "--ignore-eos")
 
@@ -55,6 +55,10 @@ def test_speculation_gives_the_plain_tokens_and_reports_itself(generated, model,
 def test_a_seed_makes_sampled_speculation_repeatable(generated):
     args = ("--speculate", "ngram", "--temperature", "0.9", "--top-p", "0.9", "--seed", "5")
     assert generated(*args)["token_ids"] == generated(*args)["token_ids"]
+
+
+def test_the_longest_draft_fills_a_window():
+    assert options.MAX_DRAFT == ops.MAX_WINDOW - 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import FAMILIES, VOCAB, build, cache_name, prompts
+from families import FAMILIES, VOCAB, build, built_models, cache_name, prompts
 from transformers import DynamicCache
 
 import replayssm
@@ -28,15 +28,8 @@ ONE_PER_KIND = ["qwen3_5", "kimi_linear", "bamba", "falcon_h1"]  # GDN, KDA, Mam
 
 @pytest.fixture(scope="module")
 def models():
-    """Tiny models by family, built once; each test must leave them disabled."""
-    built = {}
-
-    def get(name):
-        if name not in built:
-            built[name] = build(name)
-        return replayssm.disable(built[name])
-
-    return get
+    """Each test must leave them disabled."""
+    return built_models()
 
 
 @pytest.fixture(params=list(FAMILIES))

@@ -154,7 +154,7 @@ class OpenWindow:
     def __init__(self, num_tokens: Tensor, parents: Tensor | None) -> None:
         self.num_tokens = num_tokens
         self.parents = parents
-        self.tokens = 0  # T, known from the forward
+        self.tokens = 0  # T, once a forward has run
 
 
 def _kept(cached: Tensor, tokens: int, longest: int, path: Tensor | None) -> Tensor:
@@ -278,15 +278,14 @@ class ReplayCache(DynamicCache):
             path: int32 ``[B, T]``, for a tree: the accepted tokens, see :func:`replayssm.ops.accept`.
         """
         window, pool = self.window, self.require_pool()
-        if window is None:
+        if window is None or not window.tokens:
             raise ValueError("commit() of a ReplayCache without a window: call verify() and the model first")
         pool.commit(self.slots, num_tokens=window.num_tokens, num_accepted=num_accepted, path=path)
-        tokens = window.parents.shape[1] if window.parents is not None else window.tokens
         for layer in self.layers:
             if not self._attends(layer):
                 continue
-            layer.keys = _kept(layer.keys, tokens, longest, path)
-            layer.values = _kept(layer.values, tokens, longest, path)
+            layer.keys = _kept(layer.keys, window.tokens, longest, path)
+            layer.values = _kept(layer.values, window.tokens, longest, path)
         self.seen += longest
         self.window = None
 
@@ -397,6 +396,8 @@ class ReplayCache(DynamicCache):
         super().activate_past_recording()
         if self.recording is None:
             self.recording = Recording(self)
+            if self.rows and self.require_pool().ring_capacity < self.recording.capacity:
+                self._grow(list(range(len(self.rows))))  # the rings of a cache that didn't record are shorter
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row, given as a negative number, and commit those before them.
@@ -498,6 +499,8 @@ class ReplayCache(DynamicCache):
         for index in range(len(self.adapters)):
             pool.write_state(index, self.rows, old.read_state(index, old_rows)[parents])
             pool.conv_state(index)[self.slot_index] = old.conv_state(index)[old_index][parents]
+        if self.recording is not None:
+            self.recording.held = 0
 
     def _new_pool(self, num_slots: int, activation_dtype: torch.dtype, device: torch.device) -> ReplayPool:
         pool = self.pool
@@ -509,13 +512,7 @@ class ReplayCache(DynamicCache):
         if (
             pool is None
             or len(self.rows)
-            or wanted
-            != (
-                pool.num_slots,
-                pool.dtypes.activation,
-                pool.device,
-                pool.ring_capacity,
-            )
+            or wanted != (pool.num_slots, pool.dtypes.activation, pool.device, pool.ring_capacity)
         ):
             pool = ReplayPool(
                 [adapter.spec for adapter in self.adapters],

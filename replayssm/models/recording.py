@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replayssm import ops
 from replayssm.models.adapters import Kernels
-from replayssm.ops.windows import MAX_WINDOW
+from replayssm.ops import MAX_WINDOW
 
 if TYPE_CHECKING:
     from replayssm.models.cache import ReplayCache

@@ -79,6 +79,13 @@ def check_tensor(
     raise ValueError(f"{name} is on {tensor.device}: {device} is wanted, where the other tensors are")
 
 
+def check_activation(activation: str | None) -> str | None:
+    """The activation by its one name; a ValueError for one that there isn't."""
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
+    return "silu" if activation == "swish" else activation
+
+
 def check_rank(name: str, tensor: Tensor, dims: str) -> None:
     """Raise a ValueError unless ``tensor`` has as many dimensions as ``dims`` names."""
     if not isinstance(tensor, Tensor):

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from replayssm.ops.checks import check_rank, check_slots_on_host, check_tensor, is_checked, look, remember
+from replayssm.ops.checks import (
+    check_activation,
+    check_rank,
+    check_slots_on_host,
+    check_tensor,
+    is_checked,
+    look,
+    remember,
+)
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 
 
@@ -30,7 +38,7 @@ def causal_conv1d_update(
         bias: ``[C]`` or None.
         slots: ``[B]`` int32, negative for a padding row.
         activation: ``"silu"``, its synonym ``"swish"``, or None.
-        backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
+        backend: ``"auto"``, ``"cpu"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
 
     Returns:
         ``[B, C]`` in the dtype of x; zero in padding rows.
@@ -42,9 +50,7 @@ def causal_conv1d_update(
     if not is_checked("causal_conv1d_update", seen):
         _check(x, conv_state, weight, bias, slots)
         remember("causal_conv1d_update", seen)
-    if activation not in ("silu", "swish", None):
-        raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
-    activation = "silu" if activation == "swish" else activation
+    activation = check_activation(activation)
     return call(
         "causal_conv1d_update", x, conv_state, weight, bias, slots, activation, resolve_backend(backend, x.device)
     )

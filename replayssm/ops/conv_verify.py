@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from replayssm.backends.step import Window
-from replayssm.ops.checks import check_rank, check_tensor
+from replayssm.ops.checks import check_activation, check_rank, check_tensor
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 from replayssm.ops.windows import check_length, check_window, check_window_on_host
 
@@ -36,7 +36,7 @@ def causal_conv1d_verify(
         bias: ``[C]`` or None.
         slots, num_tokens, parents: as for :func:`replayssm.ops.gdn_verify`.
         activation: ``"silu"``, its synonym ``"swish"``, or None.
-        backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
+        backend: ``"auto"``, ``"cpu"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
 
     Returns:
         ``[B, T, C]`` in the dtype of x; zero for tokens that aren't used and in padding rows.
@@ -61,9 +61,7 @@ def causal_conv1d_verify(
     if tokens > room:
         raise ValueError(f"the window has T = {tokens} tokens: conv_window has room for T_max = {room}")
     num_tokens = check_window(slots, num_tokens, parents, batch, tokens, x.device)
-    if activation not in ("silu", "swish", None):
-        raise ValueError(f"activation is {activation!r}: 'silu', 'swish' or None is wanted")
-    activation = "silu" if activation == "swish" else activation
+    activation = check_activation(activation)
     rows = (slots, num_tokens, parents, activation, resolve_backend(backend, x.device))
     return call("causal_conv1d_verify", x, conv_state, conv_window, weight, bias, *rows)
 

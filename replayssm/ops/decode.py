@@ -65,7 +65,7 @@ def gdn_decode(
         beta_scale: 2.0 for models that allow negative eigenvalues (OLMo-hybrid).
         scale: factor of q, default ``d_k ** -0.5``.
         qk_l2norm: False if q and k come normalised.
-        backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
+        backend: ``"auto"``, ``"cpu"``, ``"torch"``, ``"triton"`` or ``"cuda"``.
 
     Returns:
         ``[B, H_v, d_v]`` in the dtype of v; zero in padding rows.

@@ -79,13 +79,22 @@ def unavailable_reason(backend: str, device: str | torch.device | None = None) -
     return None if os.environ.get("TRITON_INTERPRET") == "1" else "triton needs a GPU"
 
 
-# torch.compile can't trace a look for packages and compilers, and would trace through the caches.
-@torch.compiler.assume_constant_result
+def _constant_to_compilers(look: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Let torch.compile take what `look` returns; it can't trace a look for packages and compilers.
+
+    This is all that `torch.compiler.assume_constant_result` does, but for importing the compiler: one second, for
+    everybody who imports the operators.
+    """
+    look._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return look
+
+
+@_constant_to_compilers
 def _cpu_kernels() -> str | None:
     return cpu_backend.unavailable_reason()
 
 
-@torch.compiler.assume_constant_result
+@_constant_to_compilers
 def _triton_on_gpu() -> str | None:
     return _look_for_triton()
 
