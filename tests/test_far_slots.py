@@ -103,3 +103,25 @@ def test_convolution(where: str, place: dict[str, str]) -> None:
             expected = ops.causal_conv1d_update(x, expected_state, weight, slots=both, backend="torch")
             assert relative_error(y, expected) < 1e-6
         assert torch.equal(torch.stack([state[far], state[0]]), expected_state)
+
+
+def test_a_convolution_window_and_what_is_accepted_of_it(place: dict[str, str]) -> None:
+    """A state and a window whose columns are 2³⁰ elements apart."""
+    device = place["device"]
+    rng = torch.Generator().manual_seed(1)
+    x, weight, near = (torch.randn(*shape, generator=rng).to(device) for shape in ((1, 3, 100), (100, 4), (1, 100, 3)))
+    slots, count, taken = (torch.tensor([n], dtype=torch.int32, device=device) for n in (0, 3, 2))
+    rings = [torch.zeros(1, 1, 4, 8, device=device), torch.zeros(1, 1, 4, 8, device=device)]
+    rings.append(torch.zeros(1, 1, 4, device=device))
+    with torch.no_grad(), memory_at([0, 2**30, 2**31], device) as memory:
+        far = memory.as_strided((1, 100, 3), (100, 1, 2**30)).copy_(near)
+        far_window = memory[1000:].as_strided((1, 100, 3), (100, 1, 2**30))
+        window = torch.zeros(1, 100, 3, device=device)
+        y = ops.causal_conv1d_verify(x, far, far_window, weight, slots=slots, num_tokens=count, backend="triton")
+        expected = ops.causal_conv1d_verify(x, near, window, weight, slots=slots, num_tokens=count, backend="torch")
+        assert relative_error(y, expected) < 1e-6
+        assert torch.equal(far_window, window)
+        numbers = {"write_pos": torch.zeros_like(slots), "slots": slots, "num_tokens": count, "num_accepted": taken}
+        ops.accept(*rings, conv_state=far, conv_window=far_window, **numbers, backend="triton")
+        ops.accept(*rings, conv_state=near, conv_window=window, **numbers, backend="torch")
+        assert torch.equal(far, near)

@@ -7,8 +7,12 @@ import test_verify
 import torch
 from oracle import KINDS
 
+from replayssm.backends.step import Step, Window
+
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs test_verify.py itself")
+
+from replayssm.backends.triton import gdn_verify  # noqa: E402 - after the skip where there is no Triton
 
 PLACE = {"device": "cpu", "backend": "triton"}
 
@@ -43,3 +47,22 @@ def test_rejected_drafts_and_views(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_strong_and_weak_decays(kind: str) -> None:
     test_verify.test_strong_and_weak_decays_side_by_side_keep_their_digits(kind, "random", PLACE)
+
+
+def test_a_token_that_is_its_own_parent_ends_the_walk() -> None:
+    """A GPU doesn't check parents: a wrong one gives wrong numbers, but never a walk without an end."""
+    layer = test_verify.small("gdn", **PLACE)
+    tokens = 3
+    state = {
+        "checkpoint": layer.zero_state(1, torch.float32),
+        "ring_u": torch.zeros(1, layer.num_v_heads, 4, layer.head_v_dim),
+        "ring_k": torch.zeros(1, layer.num_k_heads, 4, layer.head_k_dim),
+        "ring_g": torch.zeros(1, layer.num_v_heads, 4),
+        "write_pos": torch.zeros(1, dtype=torch.int32),
+        "checkpoint_slot": torch.zeros(1, dtype=torch.int32),
+    }
+    step = Step(**state, slots=torch.zeros(1, dtype=torch.int32), flush_period=4, force_flush=None)
+    window = Window(torch.tensor([tokens], dtype=torch.int32), torch.tensor([[-1, 1, 7]], dtype=torch.int32))
+    x = layer.draw_window(1, tokens)
+    y = gdn_verify(*x.values(), layer.A_log, layer.dt_bias, 1.0, 1.0, True, step, window)
+    assert y.isfinite().all()

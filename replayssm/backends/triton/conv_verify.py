@@ -44,7 +44,7 @@ def _conv_window_kernel(
 ):
     """One token of one row: its own input, its ancestors', then the committed ones."""
     row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1)
+    token = tl.program_id(1).to(tl.int64)  # times a stride, it may need more than 32 bits
     channel = (tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     inside = channel < channels
     y_at = y_ptr + (row * tokens + token) * channels + channel
@@ -59,11 +59,11 @@ def _conv_window_kernel(
     tl.store(window_ptr + slot * window_slot + channel * window_channel + token * window_column, own, mask=inside)
     total = own.to(tl.float32) * tl.load(weight_at + (WIDTH - 1) * weight_column, mask=inside, other=0.0).to(tl.float32)
     node = token
-    before = 0  # committed inputs taken so far
+    before = tl.full([], 0, tl.int64)  # committed inputs taken so far
     for tap in tl.static_range(WIDTH - 1):
         if node >= 0:
             if TREE:
-                node = tl.load(parents_ptr + row * parents_row + node)
+                node = tl.load(parents_ptr + row * parents_row + node).to(tl.int64)
             else:
                 node = node - 1
         if node >= 0:

@@ -68,7 +68,7 @@ def _shift_kernel(
     """The last inputs of the committed ones followed by the accepted ones, oldest first, in place."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    accepted = tl.load(num_accepted_ptr + row)
+    accepted = tl.load(num_accepted_ptr + row).to(tl.int64)  # times a stride, it may need more than 32 bits
     if (slot < 0) | (accepted <= 0):
         return
     channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
@@ -82,9 +82,9 @@ def _shift_kernel(
         else:
             node = place - KEPT
             if not CHAIN:
-                node = tl.load(path_ptr + row * path_row + node)
+                node = tl.load(path_ptr + row * path_row + node).to(tl.int64)
             value = tl.load(window_at + node * window_column, mask=inside)
-        tl.store(state_at + column * state_column, value, mask=inside)
+        tl.store(state_at + (place - accepted) * state_column, value, mask=inside)
 
 
 def accept(

@@ -175,8 +175,8 @@ def _verify_kernel(
         behind, delta = _gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
         sq = tl.zeros([BLOCK_V], tl.float32)
         sk = tl.zeros([BLOCK_V], tl.float32)
-        if TREE:
-            node = tl.load(parents_ptr + row * parents_row + i)
+        if TREE:  # below the token itself, whatever it says: a walk has to end
+            node = tl.minimum(tl.load(parents_ptr + row * parents_row + i), i - 1)
         else:
             node = i - 1
         while node >= 0:
@@ -197,7 +197,7 @@ def _verify_kernel(
             g, _ = _gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
             behind += g
             if TREE:
-                node = tl.load(parents_ptr + row * parents_row + node)
+                node = tl.minimum(tl.load(parents_ptr + row * parents_row + node), node - 1)
             else:
                 node = node - 1
 
