@@ -10,7 +10,7 @@ GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(if $(wild
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 8')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast test-oldest test-gpu test-sanitizer lint format bench venv clean
+.PHONY: demo test test-fast test-thorough test-sanitizer test-oldest test-gpu test-sanitizer lint format bench venv clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -21,7 +21,10 @@ test: lint $(STAMP)
 	$(MAKE) test-oldest
 
 test-fast: $(STAMP)
-	$(PYTEST) -n 2 -m "not slow"
+	$(PYTEST) -n 2 -m "not slow and not thorough"
+
+test-thorough: $(STAMP)
+	$(PYTEST) -n 2 -m thorough
 
 # The transformers integration on the oldest supported release, which is kept beside the pinned one.
 OLDEST := $(VENV)/oldest

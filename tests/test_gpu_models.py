@@ -107,7 +107,7 @@ def decode(model: Any, launcher: Launcher, tokens: int, *, warm: int = 2) -> Ten
     return torch.cat(written, dim=1)[0].cpu()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(n, marks=pytest.mark.thorough) for n in NAMES[1:])])
 def test_fixed_keys_and_values_and_compiled_steps_on_a_cpu(name: str) -> None:
     """With max_cache_len, a graph without breaks serves every step."""
     model = replayssm.enable(model_on(name, "cpu"))

@@ -133,7 +133,9 @@ def test_convolution(width: int, place: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("gdn", "kda") else pytest.mark.thorough) for kind in KINDS]
+)
 def test_fp32_state_after_10000_steps(kind: str, place: dict[str, str]) -> None:
     """In the interpreter 400 steps: all 10,000, which pass, take it three minutes for each kind."""
     steps = 400 if place["device"] == "cpu" else 10_000

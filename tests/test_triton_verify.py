@@ -14,37 +14,59 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs te
 
 from replayssm.backends.triton import gdn_verify  # noqa: E402 - after the skip where there is no Triton
 
+
+def in_ci(*chosen: str) -> object:
+    """The chosen kinds run in CI, the others in `make test-thorough`."""
+    marks = {kind: [] if kind in chosen else [pytest.mark.thorough] for kind in KINDS}
+    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks[kind]) for kind in KINDS])
+
+
 PLACE = {"device": "cpu", "backend": "triton"}
 
 
-@pytest.mark.parametrize("shape", ["gdn-odd-17x33", "kda-bounded-64x64", "mamba2-64x64-groups4", "gdn-16x16-ratio8"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "kda-bounded-64x64",
+        pytest.param("gdn-odd-17x33", marks=pytest.mark.thorough),
+        pytest.param("mamba2-64x64-groups4", marks=pytest.mark.thorough),
+        pytest.param("gdn-16x16-ratio8", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_chain_equals_the_recurrence(shape: str) -> None:
     test_verify.test_every_token_and_state_of_a_chain_equals_the_recurrence(shape, 5, PLACE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_ci("gdn")
 def test_a_tree_equals_the_recurrence_along_its_paths(kind: str) -> None:
     test_verify.test_every_token_of_a_tree_equals_the_recurrence_along_its_path(kind, 7, "random", PLACE)
 
 
-@pytest.mark.parametrize(("kind", "tree"), [("gdn", "chain"), ("kda", "random"), ("mamba2", "width2")])
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        ("mamba2", "width2"),
+        pytest.param("gdn", "chain", marks=pytest.mark.thorough),
+        pytest.param("kda", "random", marks=pytest.mark.thorough),
+    ],
+)
 def test_ragged_rows(kind: str, tree: str) -> None:
     test_verify.test_ragged_rows_padding_and_staggered_cursors(kind, tree, PLACE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_ci("kda")
 def test_folds(kind: str) -> None:
     test_verify.test_a_fold_takes_the_committed_records_and_no_draft(kind, PLACE)
     test_verify.test_a_fold_leaves_a_shared_snapshot_alone(kind, "random", PLACE)
 
 
-@pytest.mark.parametrize("kind", ["kda", "mamba2"])
+@in_ci("kda")
 def test_rejected_drafts_and_views(kind: str) -> None:
     test_verify.test_rejected_drafts_leave_no_trace(kind, PLACE)
     test_verify.test_inputs_may_be_views_of_one_projection(kind, PLACE)
 
 
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("kind", ["kda", pytest.param("gdn", marks=pytest.mark.thorough)])
 def test_strong_and_weak_decays(kind: str) -> None:
     test_verify.test_strong_and_weak_decays_side_by_side_keep_their_digits(kind, "random", PLACE)
 
