@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from replayssm import bundled, cli, ops
-from replayssm.architectures import FAMILIES, MODEL_TYPES
-from replayssm.generate import generate, stepwise_counters
+from replayssm.cli.generate import generate, stepwise_counters
 from replayssm.loading import load_model
+from replayssm.loading.architectures import FAMILIES, MODEL_TYPES
 from replayssm.options import GenerateOptions, LoadOptions
 from replayssm.state import LayerSpec
 
@@ -135,7 +135,7 @@ def test_streamed_text_is_the_text(replayssm):
 
 def test_characters_of_several_tokens_are_streamed_whole():
     loaded = load_model(NAMES[0])
-    from replayssm.generate import _Clock
+    from replayssm.cli.generate import _Clock
 
     text = "naïve – 日本語 🙂 end"
     pieces: list[str] = []
@@ -292,7 +292,7 @@ def test_closed_standard_streams(replayssm, monkeypatch):
 def test_characters_that_standard_output_lacks_are_replaced(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
     monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(cli, "run", lambda: out.write("日本 é"))
+    monkeypatch.setattr("replayssm.cli.app.run", lambda: out.write("日本 é"))
     with pytest.raises(SystemExit):
         cli.main()
     assert out.buffer.getvalue() == "?? é".encode("latin-1")
@@ -482,7 +482,7 @@ def test_doctor_prints_the_same_for_people(replayssm):
     [("5.16.9", False), ("5.17.0", True), ("5.24.0", True), ("5.24.1.dev0", True), ("5.25.0", False), ("6.0", False)],
 )
 def test_the_supported_range_of_transformers(version, inside):
-    from replayssm.doctor import TRANSFORMERS, _judge
+    from replayssm.cli.doctor import TRANSFORMERS, _judge
 
     part = _judge("transformers", version, TRANSFORMERS, needed=True)
     assert part.ok is inside
@@ -515,7 +515,7 @@ def test_demo_shows_equal_tokens(replayssm):
 
 
 def test_demo_fails_when_tokens_differ(replayssm, monkeypatch):
-    from replayssm import demo
+    from replayssm.cli import demo
 
     real = demo.generate
 

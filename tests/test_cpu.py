@@ -14,10 +14,11 @@ from conftest import NEEDS_COMPILER
 from oracle import KINDS, Layer, poison, relative_error
 from torch import Tensor
 
-from replayssm import ReplayPool, doctor, ops
+from replayssm import ReplayPool, ops
 from replayssm.backends import cpu
 from replayssm.backends import torch as torch_backend
 from replayssm.backends.cpu import build
+from replayssm.cli import doctor
 from replayssm.ops.dispatch import backend_module
 
 pytestmark = NEEDS_COMPILER

@@ -127,8 +127,8 @@ def test_documented_options_are_those_of_the_command():
 
 
 def test_documented_keys_are_those_of_the_json_objects():
-    from replayssm.doctor import Report
-    from replayssm.generate import GenerateResult
+    from replayssm.cli.doctor import Report
+    from replayssm.cli.generate import GenerateResult
 
     text = (ROOT / "docs" / "cli.md").read_text()
     for name in [*GenerateResult.model_fields, *Report.model_fields]:
@@ -136,7 +136,7 @@ def test_documented_keys_are_those_of_the_json_objects():
 
 
 def test_documented_model_types_are_the_supported_ones():
-    from replayssm.architectures import FAMILIES
+    from replayssm.loading.architectures import FAMILIES
 
     text = (ROOT / "README.md").read_text()
     for family, model_types in FAMILIES.items():

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "replayssm"
 
 # Each layer may import itself and those before it.
-LAYERS = ("recurrence", "backends", "ops", "state", "models", "speculate", "engine", "server")
+BASE = ("errors", "options", "bundled", "loading")
+LAYERS = (*BASE, "recurrence", "backends", "ops", "state", "models", "speculate", "engine", "server")
 INTEGRATIONS_MAY_USE = {"ops", "state", "integrations"}
 BENCH_MAY_USE = {"", "recurrence", "ops", "state", "bench"}
 
@@ -77,9 +78,10 @@ def test_imports_point_one_way(path):
         ("replayssm.models.enable", "from replayssm.cli import run"),
         ("replayssm.models.enable", "from replayssm.speculate import Drafter"),
         ("replayssm.speculate.loop", "from replayssm.engine import Engine"),
+        ("replayssm.loading.model", "from replayssm.models import enable"),
         ("replayssm.integrations.sglang", "from replayssm.models import enable"),
         ("replayssm.bench.decode", "from replayssm.backends import triton"),
-        ("replayssm.bench.decode", "from replayssm.bench_cli import decode"),
+        ("replayssm.bench.decode", "from replayssm.cli.bench import decode"),
         ("replayssm.ops.decode", "from replayssm.bench import check"),
         ("replayssm.integrations.vllm", "from replayssm.backends import triton"),
     ],

@@ -581,7 +581,7 @@ def test_a_cpu_with_flash_linear_attention_installed(tmp_path):
                 print(name, model.generate(**prompts(), max_new_tokens=20, do_sample=False).tolist()[0])
             except RuntimeError as error:
                 print(name, str(error)[:16])
-    from replayssm.generate import generate
+    from replayssm.cli.generate import generate
     from replayssm.loading import load_model
     from replayssm.options import GenerateOptions
     loaded = load_model("kimi_linear-tiny")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 import replayssm
 from replayssm import bundled
-from replayssm.architectures import MODEL_TYPES
+from replayssm.loading.architectures import MODEL_TYPES
 
 Version = tuple[int, ...]
 

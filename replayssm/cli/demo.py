@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from replayssm import bundled
-from replayssm.generate import GenerateResult, generate
+from replayssm.cli.generate import GenerateResult, generate
 from replayssm.loading import load_model, use_fitting_threads
 from replayssm.options import GenerateOptions
 

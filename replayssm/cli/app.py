@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.status import Status
 
 import replayssm
-from replayssm import bench_cli, bundled
+from replayssm import bundled
+from replayssm.cli import bench as bench_commands
 from replayssm.errors import InputError, one_line
-from replayssm.model_folder import check_model
+from replayssm.loading.folder import check_model
 from replayssm.options import (
     DEVICES,
     DTYPES,
@@ -33,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_cli.app, name="bench")
+app.add_typer(bench_commands.app, name="bench")
 
 
 def _integer(text: str) -> int:
@@ -134,8 +135,8 @@ def generate(
     if draft_model is not None:
         check_model(draft_model)
 
-    from replayssm.generate import check_backend
-    from replayssm.generate import generate as run_generate
+    from replayssm.cli.generate import check_backend
+    from replayssm.cli.generate import generate as run_generate
     from replayssm.loading import load_model, use_fitting_threads
 
     check_backend(options, device)
@@ -193,7 +194,7 @@ def doctor(
 
     Exit with 1 if a needed part is missing or out of range.
     """
-    from replayssm.doctor import examine, render
+    from replayssm.cli.doctor import examine, render
 
     report = examine()
     if as_json:
@@ -215,7 +216,7 @@ def demo(
     """
     options = GenerateOptions(max_new_tokens=max_new_tokens, ring_len=ring_len, ignore_eos=True)
 
-    from replayssm.demo import run_demo
+    from replayssm.cli.demo import run_demo
 
     if not run_demo(options, _console()):
         raise typer.Exit(1)

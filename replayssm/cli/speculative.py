@@ -11,7 +11,7 @@ from torch import Tensor
 from replayssm import models
 from replayssm.errors import InputError, one_line
 from replayssm.loading import LoadedModel, load_model
-from replayssm.model_folder import check_model
+from replayssm.loading.folder import check_model
 from replayssm.options import GenerateOptions, LoadOptions
 from replayssm.speculate import (
     AdaptiveLength,

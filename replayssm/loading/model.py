@@ -1,4 +1,4 @@
-"""Load a transformers model from a folder: safetensors only, no remote code, no network."""
+"""Load a transformers model and its tokenizer from a folder."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from replayssm.errors import InputError, one_line
-from replayssm.model_folder import check_model
+from replayssm.loading.folder import check_model
 from replayssm.options import LoadOptions
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from replayssm import bundled
-from replayssm.architectures import check_architecture
 from replayssm.errors import InputError, one_line
+from replayssm.loading.architectures import check_architecture
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

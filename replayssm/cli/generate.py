@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from replayssm import models, ops
+from replayssm.cli.speculative import Speculation, generate_with_drafts
 from replayssm.errors import InputError, one_line
 from replayssm.loading import LoadedModel, quiet_libraries
 from replayssm.models.fallback import on_a_cpu
 from replayssm.models.support import find_adapters
 from replayssm.options import GenerateOptions, check_prompt
-from replayssm.speculative import Speculation, generate_with_drafts
 from replayssm.state import LayerSpec
 
 OnText = Callable[[str], None]
