@@ -50,16 +50,20 @@ def source(fn: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSour
     return ASTSource(fn, signature, constexprs, attributes)
 
 
-def decode_source(kind: str, state_type: str, activation: str, records: str = "updates") -> tuple[ASTSource, int]:
+def decode_source(
+    kind: str, state_type: str, activation: str, records: str = "updates", *, window: bool = False
+) -> tuple[ASTSource, int]:
     group, d_v, d_k = DECODE_SHAPES[kind]
     delta = not kind.startswith("mamba2")
     ring = "fp32" if state_type == "fp32" else activation
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "z_ptr", "y_ptr"), f"*{activation}")
     types |= dict.fromkeys(("rate_ptr", "bias_ptr", "d_ptr", "ring_g_ptr"), "*fp32")
     types |= {"checkpoint_ptr": f"*{state_type}", "ring_u_ptr": f"*{ring}", "ring_k_ptr": f"*{activation}"}
-    types |= dict.fromkeys(("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "force_flush_ptr"), "*i32")
+    types |= dict.fromkeys(
+        ("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "force_flush_ptr", "num_tokens_ptr"), "*i32"
+    )
     types |= dict.fromkeys(("scale", "beta_scale", "lower_bound", "dt_min", "dt_max"), "fp32")
-    block_v, block_k, num_warps = decode.tile(d_v, d_k, kind == "kda")
+    cut = decode.tiling(d_v, d_k, 16, kind == "kda", 4 if state_type == "fp32" else 2)
     constants = {
         "NUM_V_HEADS": 2 * group,
         "GROUP": group,
@@ -79,12 +83,14 @@ def decode_source(kind: str, state_type: str, activation: str, records: str = "u
         "INPUT_RECORDS": records == "inputs",
         "ZERO_PADDING": records != "inputs",
         "FORCED": False,
+        "WINDOW": window,
         "EPS": 1e-6,
-        "BLOCK_V": block_v,
-        "BLOCK_K": block_k,
-        "BLOCK_R": 16,
+        "BLOCK_V": cut.rows,
+        "BLOCK_K": cut.columns,
+        "BLOCK_R": cut.records,
+        "CHUNKS": 16 // cut.records,
     }
-    return source(decode._decode_kernel, types, constants), num_warps
+    return source(decode._decode_kernel, types, constants), cut.num_warps
 
 
 def sources() -> dict[str, tuple[ASTSource, int]]:
@@ -92,6 +98,7 @@ def sources() -> dict[str, tuple[ASTSource, int]]:
     for kind in DECODE_SHAPES:
         for state_type in ("fp32", "bf16"):
             found[f"{kind} {state_type}"] = decode_source(kind, state_type, "bf16")
+            found[f"{kind} {state_type} window of one"] = decode_source(kind, state_type, "bf16", window=True)
     for kind, records in (("gdn", "normalised"), ("kda", "normalised"), ("mamba2", "inputs")):
         found[f"{kind} fp32 {records}"] = decode_source(kind, "fp32", "bf16", records)
     pointers = {
@@ -102,7 +109,7 @@ def sources() -> dict[str, tuple[ASTSource, int]]:
         "out_ptr": "*fp32",
     } | dict.fromkeys(("write_pos_ptr", "checkpoint_slot_ptr", "src_ptr", "dst_ptr"), "*i32")
     for channel in (False, True):
-        block_v, block_k, num_warps = decode.tile(128, 128, channel)
+        block_v, block_k, num_warps = state.fold_tile(128, 128)
         constants = {"GROUP": 1, "HEAD_V_DIM": 128, "HEAD_K_DIM": 128, "RING_ROWS": 16, "CHANNEL_GATE": channel}
         constants |= {"TO_SLOTS": True, "BLOCK_V": block_v, "BLOCK_K": block_k}
         name = f"fold {'channel' if channel else 'head'}"

@@ -14,16 +14,18 @@ from replayssm.speculate.replay import ReplayVerifier
 
 TEXTS = ("import os\nimport sys\n\ndef main(", "class TestCase(unittest.TestCase):\n    def test_", "x")
 NEW_TOKENS = 96
+LONG = 512
 DRAFTERS = [(name, kind) for name in bundled.names() for kind in ("ngram", "draft")] + [("qwen3_5-tiny", "mtp")]
 
 
-SHAPES = [(4, 1, 1), (16, 3, 1), (32, 7, 1), (4, 3, 2), (16, 4, 3), (32, 7, 2)]
+SHAPES = [(4, 1, 1), (16, 3, 1), (32, 7, 1), (4, 3, 2), (16, 4, 3), (32, 7, 2)]  # L, drafts, candidates
 IN_CI = {(4, 1, 1, 3), (16, 3, 1, 1), (32, 7, 1, 3), (4, 3, 2, 1), (16, 4, 3, 3)}
 GRID = [
     pytest.param(*shape, rows, marks=[] if (*shape, rows) in IN_CI else pytest.mark.thorough)
     for shape in SHAPES
     for rows in (1, 3)
 ]
+LONG_GRID = [(ring_len, drafts, width) for ring_len in (4, 16, 32) for drafts in (1, 3, 7) for width in (1, 2, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +39,32 @@ def models():
             tokenizer = AutoTokenizer.from_pretrained(folder)
             model = AutoModelForCausalLM.from_pretrained(folder).eval()
             ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-            greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            plain = [model.generate(torch.tensor([row]), **greedy)[0, len(row) :].tolist() for row in ids]
-            built[name] = model, ids, plain
+            built[name] = model, ids, [greedy(model, row) for row in ids]
         return built[name]
 
     yield get
     for model, *_ in built.values():
         replayssm.disable(model)
+
+
+def greedy(model, row, tokens=NEW_TOKENS):
+    """The plain continuation of one prompt, by transformers' own step unless the model is enabled."""
+    options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(torch.tensor([row]), **options)[0, len(row) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def long_plain(models):
+    built = {}
+
+    def get(name):
+        if name not in built:
+            model, ids, _ = models(name)
+            replayssm.disable(model)
+            built[name] = greedy(model, ids[0], LONG)
+        return built[name]
+
+    return get
 
 
 def drafter_for(kind, model, name):
@@ -81,6 +101,48 @@ def test_greedy_tokens_are_the_plain_ones(models, name, kind, ring_len, num_draf
     assert counters["tokens_accepted"] == found.statistics.accepted + found.statistics.row_steps
     assert counters["folds"] <= rows * NEW_TOKENS / ring_len
     replayssm.disable(model)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("ring_len", "num_drafts", "width"), LONG_GRID)
+@pytest.mark.parametrize(("name", "kind"), DRAFTERS)
+def test_512_greedy_tokens_are_the_plain_ones(models, long_plain, name, kind, ring_len, num_drafts, width):
+    plain = long_plain(name)
+    model, ids, _ = models(name)
+    replayssm.enable(model, ring_len=ring_len)
+    options = {"max_new_tokens": LONG, "num_drafts": num_drafts, "width": width}
+    found = speculate(ReplayVerifier(model), drafter_for(kind, model, name), ids[:1], **options)
+    assert found.tokens == [plain]
+    assert found.statistics.accepted > 0
+    replayssm.disable(model)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["ngram", "draft"])
+@pytest.mark.parametrize("name", bundled.names())
+def test_tokens_that_differ_in_bf16_had_equal_logits_but_for_rounding(name, kind):
+    """Windows round otherwise than single steps do. Each time a token differs, go on from the plain one."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled.path(name))
+    model = AutoModelForCausalLM.from_pretrained(bundled.path(name), dtype=torch.bfloat16).eval()
+    replayssm.enable(model, state_dtype=torch.bfloat16)
+    drafter = drafter_for(kind, model, name)
+    row = tokenizer(TEXTS[0])["input_ids"]
+    plain, done, differences = greedy(model, row, LONG), 0, 0
+    while done < LONG:
+        prefix = row + plain[:done]
+        (found,) = speculate(ReplayVerifier(model), drafter, [prefix], max_new_tokens=LONG - done, num_drafts=3).tokens
+        same = next((i for i, pair in enumerate(zip(found, plain[done:], strict=True)) if pair[0] != pair[1]), None)
+        if same is None:
+            break
+        logits = model(torch.tensor([prefix + found[:same]])).logits[0, -1].float()
+        chosen, other = logits[found[same]], logits[plain[done + same]]
+        assert abs(chosen - other) <= 2**-6 * logits.abs().max(), f"token {done + same}: {chosen} and {other}"
+        done += same + 1
+        differences += 1
+    print(f"{name}, {kind}: {differences} of {LONG} tokens differed")
+    assert differences < LONG / 8
 
 
 def test_lengths_that_adapt_change_no_token(models):

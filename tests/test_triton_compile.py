@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).parent
-MAX_REGISTERS = 254  # of 255: programs are one to four warps, so several share a multiprocessor even so
+MAX_REGISTERS = 254  # of 255
 
-MAX_SPILLS = 4  # ptxas spills two words of one window kernel on sm_120, where it could use more registers
+MAX_SPILLS = 0
 
 
 @pytest.mark.slow
@@ -28,5 +28,5 @@ def test_kernels_compile_within_a_budget(target: str) -> None:
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     print(f"\n{target}: " + ", ".join(f"{r['kernel']} {r['registers']} registers" for r in rows))
-    assert len(rows) == 35
+    assert len(rows) == 43
     assert [r for r in rows if r["spills"] > MAX_SPILLS or r["registers"] > MAX_REGISTERS] == []

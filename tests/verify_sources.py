@@ -22,7 +22,7 @@ def window_kernels(kind: str, state_type: str, activation: str, *, tree: bool) -
     indices = ("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "num_tokens_ptr", "parents_ptr")
     types |= dict.fromkeys(indices, "*i32")
     types |= dict.fromkeys(("scale", "beta_scale", "lower_bound", "dt_min", "dt_max"), "fp32")
-    block_v, block_k, num_warps = verify.window_tile(d_v, d_k, kind == "kda")
+    block_v, block_k, num_warps = verify.window_tile(d_v, delta)
     shared = {
         "GROUP": group,
         "HEAD_K_DIM": d_k,
@@ -33,7 +33,6 @@ def window_kernels(kind: str, state_type: str, activation: str, *, tree: bool) -
         "SOFTPLUS": True,
         "HAS_BIAS": True,
         "BLOCK_T": verify.BLOCK_T,
-        "BLOCK_K": block_k,
     }
     constants = shared | {
         "NUM_V_HEADS": 2 * group,
@@ -43,12 +42,15 @@ def window_kernels(kind: str, state_type: str, activation: str, *, tree: bool) -
         "HAS_Z": not delta,
         "TREE": tree,
         "CLAMPED": False,
+        "TF32": True,
         "EPS": 1e-6,
         "BLOCK_V": block_v,
+        "BLOCK_K": block_k,
+        "BLOCK_R": 32,
     }
     return {
         f"verify {kind} {state_type}": (verify._verify_kernel, types, constants, num_warps),
-        f"append {kind} {state_type}": (verify._append_kernel, types, shared, 4),
+        f"append {kind} {state_type}": (verify._append_kernel, types, shared | {"BLOCK_K": d_k}, 4),
     }
 
 

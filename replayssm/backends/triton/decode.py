@@ -7,7 +7,7 @@ holds and writes it once. Slots, cursors and the flush decision are read on the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,27 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.backends.step import Step
+from replayssm.backends.triton.gates import gate, sigmoid
 from replayssm.recurrence import NORM_EPS
 
 
-@triton.jit
-def _softplus(x):
-    # log(1 + e) = 2 atanh(e / (2 + e)), as a series: the hardware's logarithm loses a small e.
-    e = tl.exp(-tl.abs(x))
-    s = e / (2.0 + e)
-    s2 = s * s
-    series = 1.0 / 15.0
-    for i in tl.static_range(7):
-        series = series * s2 + 1.0 / (13.0 - 2.0 * i)
-    return tl.maximum(x, 0.0) + 2.0 * s * series
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _decode_kernel(
     # the layer's tensors, in the letters of the delta rule; Mamba-2: q = C, k = B, v = x, a = dt, rate = A
     q_ptr,
@@ -57,6 +41,7 @@ def _decode_kernel(
     checkpoint_slot_ptr,
     slots_ptr,
     force_flush_ptr,
+    num_tokens_ptr,
     # numbers
     scale,
     beta_scale,
@@ -64,6 +49,7 @@ def _decode_kernel(
     dt_min,
     dt_max,
     flush_period,
+    tiles,
     # strides in elements: rows and heads of the inputs, slots and heads of the state
     q_row,
     q_head,
@@ -101,25 +87,31 @@ def _decode_kernel(
     INPUT_RECORDS: tl.constexpr,
     ZERO_PADDING: tl.constexpr,
     FORCED: tl.constexpr,
+    WINDOW: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    tile = tl.program_id(2)
+    first_tile = tl.program_id(2) * tiles
     k_head_index = head // GROUP
-    dim_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     dim_k = tl.arange(0, BLOCK_K)
-    is_v = dim_v < HEAD_V_DIM
     is_k = dim_k < HEAD_K_DIM
-    y_at = y_ptr + (row * NUM_V_HEADS + head) * HEAD_V_DIM + dim_v
+    y_at = y_ptr + (row * NUM_V_HEADS + head) * HEAD_V_DIM
 
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    if slot < 0:
+    absent = slot < 0
+    if WINDOW:
+        absent = absent | (tl.load(num_tokens_ptr + row) <= 0)
+    if absent:
         if ZERO_PADDING:
-            tl.store(y_at, tl.zeros([BLOCK_V], tl.float32).to(y_ptr.dtype.element_ty), mask=is_v)
+            for tile in range(first_tile, first_tile + tiles):
+                dim_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+                zero = tl.zeros([BLOCK_V], tl.float32).to(y_ptr.dtype.element_ty)
+                tl.store(y_at + dim_v, zero, mask=dim_v < HEAD_V_DIM)
         return
     if ROW_CURSORS:
         cursor = tl.load(write_pos_ptr + row)
@@ -127,18 +119,18 @@ def _decode_kernel(
     else:
         cursor = tl.load(write_pos_ptr + slot)
         source = tl.load(checkpoint_slot_ptr + slot).to(tl.int64)
-
-    # The checkpoint tile first: everything below waits for memory anyway.
-    tile_offset = (head * HEAD_V_DIM + dim_v)[:, None] * HEAD_K_DIM + dim_k[None, :]
-    is_tile = is_v[:, None] & is_k[None, :]
-    state = tl.load(checkpoint_ptr + source * checkpoint_stride + tile_offset, mask=is_tile, other=0.0).to(tl.float32)
+    if WINDOW:  # the committed records alone, when the token finds no room
+        flush = cursor >= RING_ROWS
+    else:
+        flush = cursor >= flush_period - 1
+    if FORCED:
+        flush = flush | (tl.load(force_flush_ptr + row) != 0)
 
     q = tl.load(q_ptr + row * q_row + k_head_index * q_head + dim_k, mask=is_k, other=0.0).to(tl.float32)
     k_raw = tl.load(k_ptr + row * k_row + k_head_index * k_head + dim_k, mask=is_k, other=0.0)
     k = k_raw.to(tl.float32)
-    v = tl.load(v_ptr + row * v_row + head * v_head + dim_v, mask=is_v, other=0.0).to(tl.float32)
 
-    # Gate: the log decay g of this token, one number or one per key channel.
+    # The log decay g of this token, one number or one per key channel.
     rate = tl.load(rate_ptr + head).to(tl.float32)
     if CHANNEL_GATE:
         a = tl.load(a_ptr + row * a_row + head * a_head + dim_k, mask=is_k, other=0.0).to(tl.float32)
@@ -147,149 +139,210 @@ def _decode_kernel(
         a = tl.load(a_ptr + row * a_row + head * a_head).to(tl.float32)
         if HAS_BIAS:
             a += tl.load(bias_ptr + head).to(tl.float32)
-    if DELTA_RULE:
-        if BOUNDED:
-            g = lower_bound * _sigmoid(tl.exp(rate) * a)
-        else:
-            g = -tl.exp(rate) * _softplus(a)
-    else:
-        if SOFTPLUS:
-            a = _softplus(a)
-        a = tl.minimum(tl.maximum(a, dt_min), dt_max)
-        g = a * rate
+    g, a = gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
 
-    # The records' decays up to and with this token: sums from the newest back to the oldest.
-    ring_row = tl.arange(0, BLOCK_R)
-    is_record = ring_row < cursor
-    follows = ring_row + 1 < cursor
-    if CHANNEL_GATE:
-        g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS * HEAD_K_DIM + dim_k[None, :]
-        next_g = tl.load(g_at + (ring_row + 1)[:, None] * HEAD_K_DIM, mask=follows[:, None] & is_k[None, :], other=0.0)
-        first_g = tl.load(
-            ring_g_ptr + slot * ring_g_stride + head * RING_ROWS * HEAD_K_DIM + dim_k,
-            mask=dim_k < tl.where(cursor > 0, HEAD_K_DIM, 0),
-            other=0.0,
-        )
-        log_after = tl.cumsum(next_g, axis=0, reverse=True) + g[None, :]
-        log_total = tl.sum(next_g, axis=0) + first_g + g
-    else:
-        g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS
-        next_g = tl.load(g_at + ring_row + 1, mask=follows, other=0.0)
-        first_g = tl.load(g_at, mask=cursor > 0, other=0.0)
-        if INPUT_RECORDS:  # the ring keeps Δ, and g = Δ·A
-            next_g *= rate
-            first_g *= rate
-        log_after = tl.cumsum(next_g, axis=0, reverse=True) + g
-        log_total = tl.sum(next_g, axis=0) + first_g + g
-    after = tl.exp(log_after)
-    if INPUT_RECORDS:  # the ring keeps x, and u = Δ·x
-        after *= tl.load(g_at + ring_row, mask=is_record, other=0.0)
-    total = tl.exp(log_total)
-
-    # Ring: scores of q and k with every record's key, then the weighted sums of the updates.
+    # Scores of q and k with every record's key, once for all tiles; decays sum from the newest record back.
     ring_k_at = ring_k_ptr + slot * ring_k_stride + k_head_index * RING_ROWS * HEAD_K_DIM
-    ring_keys = tl.load(
-        ring_k_at + ring_row[:, None] * HEAD_K_DIM + dim_k[None, :],
-        mask=is_record[:, None] & is_k[None, :],
-        other=0.0,
-    ).to(tl.float32)
     ring_u_at = ring_u_ptr + slot * ring_u_stride + head * RING_ROWS * HEAD_V_DIM
-    ring_updates = tl.load(
-        ring_u_at + ring_row[:, None] * HEAD_V_DIM + dim_v[None, :],
-        mask=is_record[:, None] & is_v[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    part = tl.arange(0, BLOCK_R)
+    number = tl.arange(0, CHUNKS)[:, None]
+    scores_q = tl.zeros([CHUNKS, BLOCK_R], tl.float32)
+    scores_k = tl.zeros([CHUNKS, BLOCK_R], tl.float32)
+    if CHANNEL_GATE:  # of the committed records, and this token's g beside it
+        behind = tl.zeros([BLOCK_K], tl.float32)
+    else:
+        behind = 0.0
+    chunks = (cursor + BLOCK_R - 1) // BLOCK_R
+    for back in range(chunks):
+        chunk = chunks - 1 - back
+        first = chunk * BLOCK_R
+        is_record = first + part < cursor
+        follows = (part + 1 < BLOCK_R) & (first + part + 1 < cursor)  # in this chunk
+        is_key = is_record[:, None] & is_k[None, :]
+        keys_at = ring_k_at + (first + part)[:, None] * HEAD_K_DIM + dim_k[None, :]
+        keys = tl.load(keys_at, mask=is_key, other=0.0).to(tl.float32)
+        if CHANNEL_GATE:
+            g_at = ring_g_ptr + slot * ring_g_stride + (head * RING_ROWS + first) * HEAD_K_DIM + dim_k
+            is_next = follows[:, None] & is_k[None, :]
+            next_g = tl.load(g_at[None, :] + (part + 1)[:, None] * HEAD_K_DIM, mask=is_next, other=0.0)
+            keys *= tl.exp(tl.cumsum(next_g, axis=0, reverse=True) + (behind + g)[None, :])
+            behind += tl.sum(next_g, axis=0) + tl.load(g_at, mask=is_k, other=0.0)
+            score_q = tl.sum(keys * q[None, :], axis=1)
+            score_k = tl.sum(keys * k[None, :], axis=1)
+        else:
+            g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + first
+            next_g = tl.load(g_at + part + 1, mask=follows, other=0.0)
+            first_g = tl.load(g_at)
+            if INPUT_RECORDS:  # the ring keeps Δ, and g = Δ·A; it keeps x, and u = Δ·x
+                next_g *= rate
+                first_g *= rate
+            after = tl.exp(tl.cumsum(next_g, axis=0, reverse=True) + (behind + g))
+            if INPUT_RECORDS:
+                after *= tl.load(g_at + part, mask=is_record, other=0.0)
+            behind += tl.sum(next_g, axis=0) + first_g
+            score_q = tl.sum(keys * q[None, :], axis=1) * after
+            score_k = tl.sum(keys * k[None, :], axis=1) * after
+        scores_q = tl.where(number == chunk, score_q[None, :], scores_q)
+        if DELTA_RULE:
+            scores_k = tl.where(number == chunk, score_k[None, :], scores_k)
+    scores_q = tl.reshape(scores_q, [CHUNKS * BLOCK_R])
+    scores_k = tl.reshape(scores_k, [CHUNKS * BLOCK_R])
+    total = tl.exp(behind + g)
+    committed = tl.exp(behind)
     if CHANNEL_GATE:
-        ring_keys = ring_keys * after
-        q_decayed = q * total
-        sq = tl.sum(state * q_decayed[None, :], axis=1)
-        score_q = tl.sum(ring_keys * q[None, :], axis=1)
+        q_state = q * total
+        k_state = k * total
     else:
-        sq = tl.sum(state * q[None, :], axis=1) * total
-        score_q = tl.sum(ring_keys * q[None, :], axis=1) * after
-    sq += tl.sum(score_q[:, None] * ring_updates, axis=0)
-
+        q_state = q
+        k_state = k
     kq = tl.sum(k * q, axis=0)
+    k_norm = 1.0
+    y_scale = scale
+    if L2_NORM:
+        k_norm = 1.0 / tl.sqrt_rn(tl.sum(k * k, axis=0) + EPS)
+        y_scale = scale / tl.sqrt_rn(tl.sum(q * q, axis=0) + EPS)
     if DELTA_RULE:
-        if CHANNEL_GATE:
-            k_decayed = k * total
-            sk = tl.sum(state * k_decayed[None, :], axis=1)
-            score_k = tl.sum(ring_keys * k[None, :], axis=1)
-        else:
-            sk = tl.sum(state * k[None, :], axis=1) * total
-            score_k = tl.sum(ring_keys * k[None, :], axis=1) * after
-        sk += tl.sum(score_k[:, None] * ring_updates, axis=0)
-        beta = beta_scale * _sigmoid(tl.load(b_ptr + row * b_row + head * b_head).to(tl.float32))
-        if L2_NORM:
-            k_norm = 1.0 / tl.sqrt_rn(tl.sum(k * k, axis=0) + EPS)
-            q_norm = 1.0 / tl.sqrt_rn(tl.sum(q * q, axis=0) + EPS)
-            u = (beta * k_norm) * (v - k_norm * sk)
-            y = (sq + u * kq) * (q_norm * scale)
-            if NORMAL_KEYS:  # the key's norm goes into the key, not into the update
-                u = beta * (v - k_norm * sk)
-                k *= k_norm
-                k_raw = k
-        else:
-            u = beta * (v - sk)
-            y = (sq + u * kq) * scale
-    else:
-        u = a * v
-        y = sq + u * kq
-        if HAS_D:
-            y += tl.load(d_ptr + head * d_head + dim_v * d_dim, mask=is_v, other=0.0).to(tl.float32) * v
-        if HAS_Z:
-            z = tl.load(z_ptr + row * z_row + head * z_head + dim_v, mask=is_v, other=0.0).to(tl.float32)
-            y *= z * _sigmoid(z)
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_v)
+        beta = beta_scale * sigmoid(tl.load(b_ptr + row * b_row + head * b_head).to(tl.float32))
+    if NORMAL_KEYS:  # the key's norm goes into the key, not into the update
+        k *= k_norm
+        kq *= k_norm
+        k_raw = k
 
-    flush = cursor >= flush_period - 1
-    if FORCED:
-        flush = flush | (tl.load(force_flush_ptr + row) != 0)
-    if flush:
-        if CHANNEL_GATE:
-            state = state * total[None, :]
+    # One pass over the checkpoint.
+    ring_row = tl.arange(0, CHUNKS * BLOCK_R)
+    for tile in range(first_tile, first_tile + tiles):
+        dim_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        is_v = dim_v < HEAD_V_DIM
+        tile_offset = (head * HEAD_V_DIM + dim_v)[:, None] * HEAD_K_DIM + dim_k[None, :]
+        is_tile = is_v[:, None] & is_k[None, :]
+        state_at = checkpoint_ptr + source * checkpoint_stride + tile_offset
+        state = tl.load(state_at, mask=is_tile, other=0.0).to(tl.float32)
+        updates_at = ring_u_at + ring_row[:, None] * HEAD_V_DIM + dim_v[None, :]
+        is_update = (ring_row < cursor)[:, None] & is_v[None, :]
+        updates = tl.load(updates_at, mask=is_update, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + row * v_row + head * v_head + dim_v, mask=is_v, other=0.0).to(tl.float32)
+
+        sq = tl.sum(state * q_state[None, :], axis=1)
+        if not CHANNEL_GATE:
+            sq *= total
+        sq += tl.sum(scores_q[:, None] * updates, axis=0)
+        if DELTA_RULE:
+            sk = tl.sum(state * k_state[None, :], axis=1)
+            if not CHANNEL_GATE:
+                sk *= total
+            sk += tl.sum(scores_k[:, None] * updates, axis=0)
+            u = beta * (v - k_norm * sk)
+            if not NORMAL_KEYS:
+                u *= k_norm
+            y = (sq + u * kq) * y_scale
         else:
-            state = state * total
-        for j in range(cursor):
-            is_j = ring_row == j
-            key = tl.load(ring_k_at + j * HEAD_K_DIM + dim_k, mask=is_k, other=0.0).to(tl.float32)
-            update = tl.load(ring_u_at + j * HEAD_V_DIM + dim_v, mask=is_v, other=0.0).to(tl.float32)
+            u = a * v
+            y = sq + u * kq
+            if HAS_D:
+                y += tl.load(d_ptr + head * d_head + dim_v * d_dim, mask=is_v, other=0.0).to(tl.float32) * v
+            if HAS_Z:
+                z = tl.load(z_ptr + row * z_row + head * z_head + dim_v, mask=is_v, other=0.0).to(tl.float32)
+                y *= z * sigmoid(z)
+        tl.store(y_at + dim_v, y.to(y_ptr.dtype.element_ty), mask=is_v)
+
+        if flush:
             if CHANNEL_GATE:
-                key *= tl.sum(tl.where(is_j[:, None], after, 0.0), axis=0)
+                behind = tl.zeros([BLOCK_K], tl.float32)
             else:
-                update *= tl.sum(tl.where(is_j, after, 0.0), axis=0)
-            state += update[:, None] * key[None, :]
-        state += u[:, None] * k[None, :]
-        own = checkpoint_ptr + slot * checkpoint_stride + tile_offset
-        tl.store(own, state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
-    else:
-        if INPUT_RECORDS:
-            u = v
-            g = a
-        if ring_u_ptr.dtype.element_ty == tl.float16:
-            u = tl.clamp(u, -65504.0, 65504.0)  # u holds the factor that normalises k: infinity would stay for good
-        tl.store(ring_u_at + cursor * HEAD_V_DIM + dim_v, u.to(ring_u_ptr.dtype.element_ty), mask=is_v)
-        if tile == 0:
+                behind = 0.0
+            decay = committed
+            if not WINDOW:
+                behind += g
+                decay = total
             if CHANNEL_GATE:
-                g_new = ring_g_ptr + slot * ring_g_stride + (head * RING_ROWS + cursor) * HEAD_K_DIM + dim_k
-                tl.store(g_new, g, mask=is_k)
+                state *= decay[None, :]
             else:
-                tl.store(ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + cursor, g)
-            if head % GROUP == 0:
-                tl.store(ring_k_at + cursor * HEAD_K_DIM + dim_k, k_raw, mask=is_k)
+                state *= decay
+            if not WINDOW:
+                state += u[:, None] * k[None, :]
+            for back in range(cursor):
+                j = cursor - 1 - back
+                key = tl.load(ring_k_at + j * HEAD_K_DIM + dim_k, mask=is_k, other=0.0).to(tl.float32)
+                update = tl.load(ring_u_at + j * HEAD_V_DIM + dim_v, mask=is_v, other=0.0).to(tl.float32)
+                if CHANNEL_GATE:
+                    g_at = ring_g_ptr + slot * ring_g_stride + (head * RING_ROWS + j) * HEAD_K_DIM + dim_k
+                    key *= tl.exp(behind)
+                    behind += tl.load(g_at, mask=is_k, other=0.0)
+                else:
+                    past = tl.load(ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + j)
+                    update *= tl.exp(behind)
+                    if INPUT_RECORDS:
+                        update *= past
+                        past *= rate
+                    behind += past
+                state += update[:, None] * key[None, :]
+            own = checkpoint_ptr + slot * checkpoint_stride + tile_offset
+            tl.store(own, state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
+        if WINDOW or not flush:
+            if INPUT_RECORDS:
+                u = v
+            if ring_u_ptr.dtype.element_ty == tl.float16:
+                u = tl.clamp(u, -65504.0, 65504.0)  # u holds the factor that normalises k: infinity would stay for good
+            record = cursor
+            if WINDOW and flush:
+                record = cursor * 0
+                tl.debug_barrier()  # it was read by the fold
+            tl.store(ring_u_at + record * HEAD_V_DIM + dim_v, u.to(ring_u_ptr.dtype.element_ty), mask=is_v)
+
+    if (not WINDOW) and (first_tile == 0) and (not flush):
+        if CHANNEL_GATE:
+            g_new = ring_g_ptr + slot * ring_g_stride + (head * RING_ROWS + cursor) * HEAD_K_DIM + dim_k
+            tl.store(g_new, g, mask=is_k)
+        else:
+            if INPUT_RECORDS:
+                g = a
+            tl.store(ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + cursor, g)
+        if head % GROUP == 0:
+            tl.store(ring_k_at + cursor * HEAD_K_DIM + dim_k, k_raw, mask=is_k)
 
 
-def tile(head_v_dim: int, head_k_dim: int, channel: bool) -> tuple[int, int, int]:
-    """Rows and columns of the state in one program, and its warps.
+class Tiling(NamedTuple):
+    """How the work of one row and value head is cut; the same for every batch, so that a row's bits are, too.
 
-    Of ten choices measured on an H200 (16 to 64 rows, 1 to 8 warps, sums in the lanes or on the matrix units), 16 rows
-    in one warp was the fastest for the head gate, by 1.2 to 1.4 over 32 rows in four. The channel gate's decays of a
-    whole ring fill a warp's registers: 64 rows in four warps was its fastest.
+    Attributes:
+        rows: of the state, at a time.
+        columns: of the state, all of them.
+        records: of the ring, at a time.
+        num_warps: of a program.
+    """
+
+    rows: int
+    columns: int
+    records: int
+    num_warps: int
+
+
+def tiling(head_v_dim: int, head_k_dim: int, ring_rows: int, channel: bool, state_bytes: int) -> Tiling:
+    """The choice for a layer's shape and the bytes of a state's element, of 20 measured on an H200.
+
+    Few rows in one warp: sums stay in its lanes, and registers are left for many programs on a multiprocessor.
     """
     rows, columns = triton.next_power_of_2(head_v_dim), triton.next_power_of_2(head_k_dim)
-    if channel:
-        return min(rows, 64), columns, 4
-    return min(rows, 16), columns, max(1, columns // 128)
+    at_a_time = 16 if channel and state_bytes < 4 else 8
+    records = min(triton.next_power_of_2(ring_rows), 4 if channel else 16)
+    return Tiling(min(rows, at_a_time), columns, records, max(1, columns // 128))
+
+
+def fuses(head_v_dim: int, head_k_dim: int) -> bool:
+    """Whether a kernel may contract a product and a sum.
+
+    Where a lane has a single product of a sum, contraction rounds it there and not in the other lanes, so that they
+    end with different bits of one sum, and which of them is stored is then a race.
+    """
+    return head_k_dim >= 64 and head_k_dim % 8 == 0 and head_v_dim % 8 == 0
+
+
+ENOUGH_PROGRAMS = 8192
+
+
+def tiles_of_a_program(batch: int, num_v_heads: int, num_tiles: int) -> int:
+    """How many tiles a program takes, one after the other: all of a head's if other programs fill the GPU."""
+    return max(1, min(num_tiles, 8, batch * num_v_heads * num_tiles // ENOUGH_PROGRAMS))
 
 
 def check_dense(**tensors: Tensor) -> None:
@@ -305,7 +358,7 @@ def check_dense(**tensors: Tensor) -> None:
             )
 
 
-def _launch(
+def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -323,8 +376,13 @@ def _launch(
     l2_norm: bool = False,
     softplus: bool = True,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    num_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Run the kernel on the tensors of any of the layers; the rule is the delta rule where b is given."""
+    """Run the kernel on the tensors of any of the layers; the rule is the delta rule where b is given.
+
+    With ``num_tokens [B]`` it is a verify window of one token, or none: a full ring is folded without the token, whose
+    key and decay the caller stores.
+    """
     check_dense(checkpoint=step.checkpoint, ring_u=step.ring_u, ring_k=step.ring_k, ring_g=step.ring_g)
     checkpoint_slot = step.slots if step.checkpoint_slot is None else step.checkpoint_slot
     check_dense(write_pos=step.write_pos[None], checkpoint_slot=checkpoint_slot[None], slots=step.slots[None])
@@ -343,11 +401,12 @@ def _launch(
         y = torch.empty((batch, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
     if not batch:
         return y
-    block_v, block_k, num_warps = tile(head_v_dim, head_k_dim, channel)
     ring_rows = step.ring_u.shape[2]
+    cut = tiling(head_v_dim, head_k_dim, ring_rows, channel, step.checkpoint.element_size())
     b_or_a = a if b is None else b
     z_or_v = v if z is None else z
-    _decode_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, block_v))](
+    tiles = tiles_of_a_program(batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows))
+    _decode_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows * tiles))](
         q,
         k,
         v,
@@ -366,11 +425,13 @@ def _launch(
         checkpoint_slot,
         step.slots,
         step.slots if step.force_flush is None else step.force_flush,
+        step.slots if num_tokens is None else num_tokens,
         scale,
         beta_scale,
         0.0 if lower_bound is None else lower_bound,
         *dt_limit,
         step.flush_period,
+        tiles,
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(a.stride(0), a.stride(1), b_or_a.stride(0), b_or_a.stride(1), z_or_v.stride(0), z_or_v.stride(1)),
         *(0 if D is None else D.stride(0), 0 if D is None or D.dim() == 1 else D.stride(1)),
@@ -393,11 +454,14 @@ def _launch(
         INPUT_RECORDS=step.records == "inputs",
         ZERO_PADDING=step.zero_padding,
         FORCED=step.force_flush is not None,
+        WINDOW=num_tokens is not None,
         EPS=NORM_EPS,
-        BLOCK_V=block_v,
-        BLOCK_K=block_k,
-        BLOCK_R=triton.next_power_of_2(ring_rows),
-        num_warps=num_warps,
+        BLOCK_V=cut.rows,
+        BLOCK_K=cut.columns,
+        BLOCK_R=cut.records,
+        CHUNKS=triton.cdiv(triton.next_power_of_2(ring_rows), cut.records),
+        num_warps=cut.num_warps,
+        enable_fp_fusion=fuses(head_v_dim, head_k_dim),
     )
     return y
 
@@ -421,7 +485,7 @@ def gdn_decode(
 ) -> Tensor:
     """Gated DeltaNet, see :func:`replayssm.ops.gdn_decode`."""
     numbers: dict[str, Any] = {"scale": scale, "beta_scale": beta_scale, "l2_norm": qk_l2norm}
-    return _launch(q, k, v, a, b, A_log, dt_bias, step, **numbers)
+    return launch(q, k, v, a, b, A_log, dt_bias, step, **numbers)
 
 
 def kda_decode(
@@ -440,7 +504,7 @@ def kda_decode(
 ) -> Tensor:
     """Kimi Delta Attention, see :func:`replayssm.ops.kda_decode`."""
     numbers: dict[str, Any] = {"scale": scale, "beta_scale": beta_scale, "l2_norm": qk_l2norm}
-    return _launch(q, k, v, a, b, A_log, dt_bias, step, lower_bound=lower_bound, **numbers)
+    return launch(q, k, v, a, b, A_log, dt_bias, step, lower_bound=lower_bound, **numbers)
 
 
 def mamba2_decode(
@@ -458,4 +522,4 @@ def mamba2_decode(
     step: Step,
 ) -> Tensor:
     """Mamba-2, see :func:`replayssm.ops.mamba2_decode`."""
-    return _launch(C, B, x, dt, None, A, dt_bias, step, D=D, z=z, softplus=dt_softplus, dt_limit=(dt_min, dt_max))
+    return launch(C, B, x, dt, None, A, dt_bias, step, D=D, z=z, softplus=dt_softplus, dt_limit=(dt_min, dt_max))

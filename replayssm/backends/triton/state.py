@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.backends.triton.decode import check_dense, tile
+from replayssm.backends.triton.decode import check_dense, fuses
 
 
 @triton.jit
@@ -78,10 +78,16 @@ def _fold_kernel(
     tl.store(out_ptr + target * out_stride + tile_offset, state.to(out_ptr.dtype.element_ty), mask=is_tile)
 
 
+def fold_tile(head_v_dim: int, head_k_dim: int) -> tuple[int, int, int]:
+    """Rows and columns of the state in one program, and its warps."""
+    rows, columns = triton.next_power_of_2(head_v_dim), triton.next_power_of_2(head_k_dim)
+    return min(rows, 16), columns, max(1, columns // 128)
+
+
 def _fold(state: tuple[Tensor, ...], src: Tensor, dst: Tensor | None, out: Tensor) -> None:
     checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = state
     _, num_v_heads, head_v_dim, head_k_dim = checkpoint.shape
-    block_v, block_k, num_warps = tile(head_v_dim, head_k_dim, ring_g.dim() == 4)
+    block_v, block_k, num_warps = fold_tile(head_v_dim, head_k_dim)
     if not src.numel():
         return
     check_dense(checkpoint=checkpoint, ring_u=ring_u, ring_k=ring_k, ring_g=ring_g)
@@ -103,6 +109,7 @@ def _fold(state: tuple[Tensor, ...], src: Tensor, dst: Tensor | None, out: Tenso
         BLOCK_V=block_v,
         BLOCK_K=block_k,
         num_warps=num_warps,
+        enable_fp_fusion=fuses(head_v_dim, head_k_dim),
     )
 
 

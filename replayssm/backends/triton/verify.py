@@ -1,14 +1,16 @@
 """One verify window by replay, for both gates and both rules, as Triton kernels.
 
-A program of the first kernel holds ``BLOCK_V`` rows of one value head's state. It reads that tile of the checkpoint
-once and runs the window's tokens one after the other against it (equation in :mod:`replayssm.backends.torch.verify`,
-same letters); where the ring is full it then folds the committed records into the tile that it holds. The update
-vectors' rows of the ring belong to the program; keys and decays don't: other tiles, and other value heads of the same
-key head, may still read the rows that a fold sets free. So a second kernel stores those, behind the first one in the
-stream.
+A program of the first kernel holds ``BLOCK_V`` rows of one value head's state. It goes once over the key channels,
+``BLOCK_K`` at a time, and multiplies the window's q and k with the window's keys, the ring's keys and the checkpoint
+(equation in :mod:`replayssm.backends.torch.verify`, same letters); where the ring is full it folds the committed
+records into the piece of the checkpoint that it holds. Then it solves for the updates, token after token.
 
-Matrix products of all tokens at once were tried in place of the loop: with 16 tokens by 128 channels they take all
-registers and spill, in exact float32 and in three tf32 terms alike.
+The update vectors' rows of the ring belong to the program; keys and decays don't: other tiles, and other value heads
+of the same key head, may still read the rows that a fold sets free. So a second kernel stores those, behind the first
+one in the stream.
+
+Products run on the matrix units: a float32 is the sum of two tf32 numbers, the product of the two small ones is left
+out. Whole rows of 128 channels at once would take all registers and spill.
 """
 
 from __future__ import annotations
@@ -21,35 +23,42 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.backends.step import Step, Window
-from replayssm.backends.triton.decode import _sigmoid, _softplus, check_dense
+from replayssm.backends.triton import decode
+from replayssm.backends.triton.decode import check_dense, fuses
+from replayssm.backends.triton.gates import gate, sigmoid
 from replayssm.recurrence import NORM_EPS
 
 BLOCK_T = 16  # tokens of a window, and records that are read together
 
 
 @triton.jit
-def _gate(
-    a,
-    rate,
-    lower_bound,
-    dt_min,
-    dt_max,
-    DELTA_RULE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-):
-    """Log decay g, and for Mamba-2 the time step Δ (else a itself), of a projection that has its bias."""
-    if DELTA_RULE:
-        if BOUNDED:
-            g = lower_bound * _sigmoid(tl.exp(rate) * a)
-        else:
-            g = -tl.exp(rate) * _softplus(a)
-    else:
-        if SOFTPLUS:
-            a = _softplus(a)
-        a = tl.minimum(tl.maximum(a, dt_min), dt_max)
-        g = a * rate
-    return g, a
+def _high(x):
+    """What tf32 holds of a float32, rounded: the rest fits into a second tf32."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, b, total, A_EXACT: tl.constexpr, B_EXACT: tl.constexpr, TF32: tl.constexpr):
+    """``total + a b`` to float32's precision. EXACT: it came from 16 bits, so tf32 holds it, and a term is saved."""
+    if TF32:  # added outside the matrix units, which cut what they add to a total instead of rounding it
+        a_high = a if A_EXACT else _high(a)
+        b_high = b if B_EXACT else _high(b)
+        product = tl.dot(a_high, b_high, input_precision="tf32")
+        if not A_EXACT:
+            product += tl.dot(a - a_high, b_high, input_precision="tf32")
+        if not B_EXACT:
+            product += tl.dot(a_high, b - b_high, input_precision="tf32")
+        return total + product
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _parent(node, parents_at, TREE: tl.constexpr):
+    """The token that each of these follows, −1 for the committed state; below the token itself, so that walks end."""
+    before = node - 1
+    if TREE:
+        before = tl.minimum(before, tl.load(parents_at + node, mask=node >= 0, other=-1))
+    return tl.maximum(before, -1)
 
 
 @triton.jit
@@ -123,19 +132,25 @@ def _verify_kernel(
     HAS_Z: tl.constexpr,
     TREE: tl.constexpr,
     CLAMPED: tl.constexpr,
+    TF32: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
+    # Widths known at compile time: what came from 16 bits is exact in tf32, and its products need a term less.
+    X_EXACT: tl.constexpr = (k_ptr.dtype.element_ty.primitive_bitwidth == 16) and not CHANNEL_GATE  # else decayed
+    S_EXACT: tl.constexpr = checkpoint_ptr.dtype.element_ty.primitive_bitwidth == 16
+    U_EXACT: tl.constexpr = (ring_u_ptr.dtype.element_ty.primitive_bitwidth == 16) and CHANNEL_GATE
+
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     k_head_index = head // GROUP
     dim_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    dim_k = tl.arange(0, BLOCK_K)
     token = tl.arange(0, BLOCK_T)
+    wide = token.to(tl.int64)[:, None]
     is_v = dim_v < HEAD_V_DIM
-    is_k = dim_k < HEAD_K_DIM
     y_at = y_ptr + ((row * tokens + token)[:, None] * NUM_V_HEADS + head) * HEAD_V_DIM + dim_v[None, :]
     is_y = (token < tokens)[:, None] & is_v[None, :]
 
@@ -146,172 +161,177 @@ def _verify_kernel(
         return
     cursor = tl.load(write_pos_ptr + slot)
     source = tl.load(checkpoint_slot_ptr + slot).to(tl.int64)
-    tile_offset = (head * HEAD_V_DIM + dim_v)[:, None] * HEAD_K_DIM + dim_k[None, :]
-    is_tile = is_v[:, None] & is_k[None, :]
-    state = tl.load(checkpoint_ptr + source * checkpoint_stride + tile_offset, mask=is_tile, other=0.0).to(tl.float32)
+    folds = cursor + count > RING_ROWS
 
-    rate = tl.load(rate_ptr + head).to(tl.float32)
-    a_at = a_ptr + row * a_row + head * a_head
-    q_at = q_ptr + row * q_row + k_head_index * q_head + dim_k
-    k_at = k_ptr + row * k_row + k_head_index * k_head + dim_k
-    v_at = v_ptr + row * v_row + head * v_head + dim_v
+    state_at = checkpoint_ptr + source * checkpoint_stride + (head * HEAD_V_DIM + dim_v)[None, :] * HEAD_K_DIM
+    to_own = (slot - source) * checkpoint_stride  # from there to the slot's own checkpoint
     ring_k_at = ring_k_ptr + slot * ring_k_stride + k_head_index * RING_ROWS * HEAD_K_DIM
     ring_u_at = ring_u_ptr + slot * ring_u_stride + head * RING_ROWS * HEAD_V_DIM
-    chunks = (cursor + BLOCK_T - 1) // BLOCK_T
-    updates = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)  # as the ring keeps them: with the keys' norms
-    for i in range(count):
-        q = tl.load(q_at + i * q_token, mask=is_k, other=0.0).to(tl.float32)
-        k = tl.load(k_at + i * k_token, mask=is_k, other=0.0).to(tl.float32)
-        v = tl.load(v_at + i * v_token, mask=is_v, other=0.0).to(tl.float32)
+    used = token < count  # the other tokens are zeros in all that follows
+    q_at = q_ptr + row * q_row + k_head_index * q_head
+    k_at = k_ptr + row * k_row + k_head_index * k_head
+    a_at = a_ptr + row * a_row + head * a_head
+    rate = tl.load(rate_ptr + head).to(tl.float32)
+    parents_at = parents_ptr + row * parents_row
+    record = tl.arange(0, BLOCK_R)
+    is_record = record < cursor
+    follows = record + 1 < cursor
+    records_at = ring_u_at + record[:, None] * HEAD_V_DIM + dim_v[None, :]
+    is_update = is_record[:, None] & is_v[None, :]
 
-        # The token's own decay; then its path, back to the committed state, with the decays behind each token.
+    if not CHANNEL_GATE:
+        # Decays of the records, summed from the newest back; then all tokens walk back along their paths together,
+        # with γ_ij of each token j that they meet, and γ_i in the end.
+        ring_g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS
+        next_g = tl.load(ring_g_at + record + 1, mask=follows, other=0.0)
+        after = tl.exp(tl.cumsum(next_g, axis=0, reverse=True))
+        total = tl.exp(tl.sum(next_g, axis=0) + tl.load(ring_g_at, mask=cursor > 0, other=0.0))
+        a = tl.load(a_at + token.to(tl.int64) * a_token, mask=used, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            a += tl.load(bias_ptr + head).to(tl.float32)
+        g, delta = gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
+        behind = tl.zeros([BLOCK_T], tl.float32)
+        between = tl.full([BLOCK_T, BLOCK_T], float("-inf"), tl.float32)
+        node = tl.where(used, token, -1)
+        for _ in range(count):
+            met = node[:, None] == token[None, :]
+            between = tl.where(met, behind[:, None], between)
+            behind += tl.sum(tl.where(met, g[None, :], 0.0), axis=1)
+            node = _parent(node, parents_at, TREE)
+        between = tl.exp(between)
+        decay = tl.exp(behind)
+
+    # One pass over the key channels: products of q and k with the window's keys, the ring's, and the checkpoint.
+    weight_q = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)  # [i, j]: e^γ_ij (k_j·q_i), 0 where j isn't on the path to i
+    weight_k = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+    score_q = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    score_k = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    sq = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    sk = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    squares_q = tl.zeros([BLOCK_T], tl.float32)
+    squares_k = tl.zeros([BLOCK_T], tl.float32)
+    for first in range(0, HEAD_K_DIM, BLOCK_K):
+        dim_k = first + tl.arange(0, BLOCK_K)
+        is_k = dim_k < HEAD_K_DIM
+        is_tile = is_k[:, None] & is_v[None, :]
+        state = tl.load(state_at + dim_k[:, None], mask=is_tile, other=0.0).to(tl.float32)
+        is_key = is_record[:, None] & is_k[None, :]
+        keys = tl.load(ring_k_at + record[:, None] * HEAD_K_DIM + dim_k[None, :], mask=is_key, other=0.0).to(tl.float32)
+        is_x = used[:, None] & is_k[None, :]
+        q = tl.load(q_at + wide * q_token + dim_k[None, :], mask=is_x, other=0.0).to(tl.float32)
+        k = tl.load(k_at + wide * k_token + dim_k[None, :], mask=is_x, other=0.0).to(tl.float32)
+        if L2_NORM:
+            squares_q += tl.sum(q * q, axis=1)
+            squares_k += tl.sum(k * k, axis=1)
         if CHANNEL_GATE:
-            a = tl.load(a_at + i * a_token + dim_k, mask=is_k, other=0.0).to(tl.float32)
-            a += tl.load(bias_ptr + head * HEAD_K_DIM + dim_k, mask=is_k, other=0.0).to(tl.float32)
-        else:
-            a = tl.load(a_at + i * a_token).to(tl.float32)
-            if HAS_BIAS:
-                a += tl.load(bias_ptr + head).to(tl.float32)
-        behind, delta = _gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
-        sq = tl.zeros([BLOCK_V], tl.float32)
-        sk = tl.zeros([BLOCK_V], tl.float32)
-        if TREE:  # below the token itself, whatever it says: a walk has to end
-            node = tl.minimum(tl.load(parents_ptr + row * parents_row + i), i - 1)
-        else:
-            node = i - 1
-        while node >= 0:
-            key = tl.load(k_at + node * k_token, mask=is_k, other=0.0).to(tl.float32)
-            update = tl.sum(tl.where((token == node)[:, None], updates, 0.0), axis=0)
-            if CHANNEL_GATE:
+            bias = tl.load(bias_ptr + head * HEAD_K_DIM + dim_k, mask=is_k, other=0.0).to(tl.float32)
+            node = tl.where(used, token, -1)
+            behind = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+            for _ in range(count):  # as above, per channel
+                at = tl.maximum(node, 0).to(tl.int64)[:, None]
+                is_node = (node >= 0)[:, None] & is_k[None, :]
+                key = tl.load(k_at + at * k_token + dim_k[None, :], mask=is_node, other=0.0).to(tl.float32)
                 key *= tl.exp(behind)
-                a = tl.load(a_at + node * a_token + dim_k, mask=is_k, other=0.0).to(tl.float32)
-                a += tl.load(bias_ptr + head * HEAD_K_DIM + dim_k, mask=is_k, other=0.0).to(tl.float32)
-            else:
-                update *= tl.exp(behind)
-                a = tl.load(a_at + node * a_token).to(tl.float32)
-                if HAS_BIAS:
-                    a += tl.load(bias_ptr + head).to(tl.float32)
-            sq += tl.sum(key * q, axis=0) * update
-            if DELTA_RULE:
-                sk += tl.sum(key * k, axis=0) * update
-            g, _ = _gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
-            behind += g
-            if TREE:
-                node = tl.minimum(tl.load(parents_ptr + row * parents_row + node), node - 1)
-            else:
-                node = node - 1
-
-        # The committed state's part: the checkpoint, then the ring, whose decays sum from its newest record back.
-        if CHANNEL_GATE:
-            total = behind
-        else:
-            total = behind + tl.zeros([BLOCK_K], tl.float32)
-        for chunk in range(chunks):
-            first = (chunks - 1 - chunk) * BLOCK_T
-            end = tl.minimum(cursor, first + BLOCK_T)
-            record = first + token
-            is_record = record < end
-            follows = record + 1 < end
-            keys = tl.load(
-                ring_k_at + record[:, None] * HEAD_K_DIM + dim_k[None, :],
-                mask=is_record[:, None] & is_k[None, :],
+                a = tl.load(a_at + at * a_token + dim_k[None, :], mask=is_node, other=0.0).to(tl.float32)
+                g, _delta = gate(a + bias[None, :], rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
+                behind += tl.where(is_node, g, 0.0)
+                met = node[:, None] == token[None, :]
+                weight_q += tl.where(met, tl.sum(key * q, axis=1)[:, None], 0.0)
+                if DELTA_RULE:
+                    weight_k += tl.where(met, tl.sum(key * k, axis=1)[:, None], 0.0)
+                node = _parent(node, parents_at, TREE)
+            ring_g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS * HEAD_K_DIM + dim_k
+            next_g = tl.load(
+                ring_g_at[None, :] + (record + 1)[:, None] * HEAD_K_DIM,
+                mask=follows[:, None] & is_k[None, :],
                 other=0.0,
-            ).to(tl.float32)
+            )
+            first_g = tl.load(ring_g_at, mask=dim_k < tl.where(cursor > 0, HEAD_K_DIM, 0), other=0.0)
+            keys *= tl.exp(tl.cumsum(next_g, axis=0, reverse=True))
+            total_k = tl.exp(tl.sum(next_g, axis=0) + first_g)
+            decay_k = tl.exp(behind)
+            q *= decay_k
+            k *= decay_k
+            score_q = _product(q, tl.trans(keys), score_q, False, False, TF32)
+            score_k = _product(k, tl.trans(keys), score_k, False, False, TF32)
+            sq = _product(q * total_k[None, :], state, sq, False, S_EXACT, TF32)
+            sk = _product(k * total_k[None, :], state, sk, False, S_EXACT, TF32)
+        else:
+            weight_q = _product(q, tl.trans(k), weight_q, X_EXACT, X_EXACT, TF32)
+            score_q = _product(q, tl.trans(keys), score_q, X_EXACT, X_EXACT, TF32)
+            sq = _product(q, state, sq, X_EXACT, S_EXACT, TF32)
+            if DELTA_RULE:
+                weight_k = _product(k, tl.trans(k), weight_k, X_EXACT, X_EXACT, TF32)
+                score_k = _product(k, tl.trans(keys), score_k, X_EXACT, X_EXACT, TF32)
+                sk = _product(k, state, sk, X_EXACT, S_EXACT, TF32)
+        if folds:  # the committed records, into the tile at hand
+            updates = tl.load(records_at, mask=is_update, other=0.0).to(tl.float32)
             if CHANNEL_GATE:
-                g_at = ring_g_ptr + slot * ring_g_stride + (head * RING_ROWS + first) * HEAD_K_DIM + dim_k
-                next_g = tl.load(
-                    g_at[None, :] + (token + 1)[:, None] * HEAD_K_DIM, mask=follows[:, None] & is_k[None, :], other=0.0
-                )
-                keys *= tl.exp(tl.cumsum(next_g, axis=0, reverse=True) + total[None, :])
-                total += tl.sum(next_g, axis=0) + tl.load(g_at, mask=is_k, other=0.0)
-                score_q = tl.sum(keys * q[None, :], axis=1)
-                score_k = tl.sum(keys * k[None, :], axis=1)
+                state *= total_k[:, None]
             else:
-                g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + first
-                next_g = tl.load(g_at + token + 1, mask=follows, other=0.0)
-                decay = tl.exp(tl.cumsum(next_g, axis=0, reverse=True) + behind)
-                behind += tl.sum(next_g, axis=0) + tl.load(g_at)
-                score_q = tl.sum(keys * q[None, :], axis=1) * decay
-                score_k = tl.sum(keys * k[None, :], axis=1) * decay
-            records = tl.load(
-                ring_u_at + record[:, None] * HEAD_V_DIM + dim_v[None, :],
-                mask=is_record[:, None] & is_v[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            sq += tl.sum(score_q[:, None] * records, axis=0)
-            if DELTA_RULE:
-                sk += tl.sum(score_k[:, None] * records, axis=0)
-        if CHANNEL_GATE:
-            decay_k = tl.exp(total)
-            sq += tl.sum(state * (q * decay_k)[None, :], axis=1)
-            if DELTA_RULE:
-                sk += tl.sum(state * (k * decay_k)[None, :], axis=1)
-        else:
-            decay_s = tl.exp(behind)
-            sq += tl.sum(state * q[None, :], axis=1) * decay_s
-            if DELTA_RULE:
-                sk += tl.sum(state * k[None, :], axis=1) * decay_s
+                state *= total
+                updates *= after[:, None]
+            state = _product(tl.trans(keys), updates, state, X_EXACT, U_EXACT, TF32)
+            tl.store(state_at + to_own + dim_k[:, None], state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
 
-        # The token's own update.
+    records = tl.load(records_at, mask=is_update, other=0.0).to(tl.float32)
+    if CHANNEL_GATE:
+        sq = _product(score_q, records, sq, False, U_EXACT, TF32)
+        sk = _product(score_k, records, sk, False, U_EXACT, TF32)
+    else:
+        records *= after[:, None]
+        sq = _product(score_q, records, sq * total, False, False, TF32) * decay[:, None]
+        weight_q = tl.where(between > 0.0, weight_q * between, 0.0)
         if DELTA_RULE:
-            k_norm = 1.0
-            y_scale = scale
-            if L2_NORM:
-                k_norm = 1.0 / tl.sqrt_rn(tl.sum(k * k, axis=0) + EPS)
-                y_scale = scale / tl.sqrt_rn(tl.sum(q * q, axis=0) + EPS)
-            beta = beta_scale * _sigmoid(tl.load(b_ptr + row * b_row + i * b_token + head * b_head).to(tl.float32))
-            u = (beta * k_norm) * (v - k_norm * sk)
-        else:
-            y_scale = 1.0
-            u = delta * v
-        if CLAMPED:
-            u = tl.clamp(u, -65504.0, 65504.0)  # u holds the factor that normalises k: infinity would stay for good
-        updates = tl.where((token == i)[:, None], u[None, :], updates)
-        y = (sq + tl.sum(k * q, axis=0) * u) * y_scale
-        if HAS_D:
-            y += tl.load(d_ptr + head * d_head + dim_v * d_dim, mask=is_v, other=0.0).to(tl.float32) * v
-        if HAS_Z:
-            z_at = z_ptr + row * z_row + i * z_token + head * z_head + dim_v
-            z = tl.load(z_at, mask=is_v, other=0.0).to(tl.float32)
-            y *= z * _sigmoid(z)
-        y_i = y_ptr + ((row * tokens + i) * NUM_V_HEADS + head) * HEAD_V_DIM + dim_v
-        tl.store(y_i, y.to(y_ptr.dtype.element_ty), mask=is_v)
-    tl.store(
-        y_at, tl.zeros([BLOCK_T, BLOCK_V], tl.float32).to(y_ptr.dtype.element_ty), mask=is_y & (token >= count)[:, None]
-    )
+            sk = _product(score_k, records, sk * total, False, False, TF32) * decay[:, None]
+            weight_k = tl.where(between > 0.0, weight_k * between, 0.0)
 
+    # Updates, as the ring keeps them (with the keys' norms), and outputs, token after token. A weight of 0 takes
+    # nothing: what isn't on the path may have overflowed.
+    is_u = used[:, None] & is_v[None, :]
+    v_at = v_ptr + row * v_row + head * v_head + dim_v[None, :]
+    v = tl.load(v_at + wide * v_token, mask=is_u, other=0.0).to(tl.float32)
+    if DELTA_RULE:
+        b_at = b_ptr + row * b_row + head * b_head + token.to(tl.int64) * b_token
+        beta = beta_scale * sigmoid(tl.load(b_at, mask=used, other=0.0).to(tl.float32))
+        if L2_NORM:
+            k_norm = 1.0 / tl.sqrt_rn(squares_k + EPS)
+            updates = (beta * k_norm)[:, None] * (v - k_norm[:, None] * sk)
+            weight_k *= (beta * k_norm * k_norm)[:, None]
+        else:
+            updates = beta[:, None] * (v - sk)
+            weight_k *= beta[:, None]
+    else:
+        updates = delta[:, None] * v
+    for i in range(count):
+        is_i = (token == i)[:, None]
+        if DELTA_RULE:
+            w = tl.sum(tl.where(is_i & (token < i)[None, :], weight_k, 0.0), axis=0)[:, None]
+            taken = tl.sum(tl.where(w != 0.0, w * updates, 0.0), axis=0)
+            updates = tl.where(is_i, updates - taken[None, :], updates)
+        w = tl.sum(tl.where(is_i, weight_q, 0.0), axis=0)[:, None]
+        added = tl.sum(tl.where(w != 0.0, w * updates, 0.0), axis=0)
+        sq = tl.where(is_i, sq + added[None, :], sq)
+    y = sq
+    if DELTA_RULE:
+        y *= scale
+    if L2_NORM:
+        y *= (1.0 / tl.sqrt_rn(squares_q + EPS))[:, None]
+    if HAS_D:
+        y += tl.load(d_ptr + head * d_head + dim_v * d_dim, mask=is_v, other=0.0).to(tl.float32)[None, :] * v
+    if HAS_Z:
+        z_at = z_ptr + row * z_row + head * z_head + dim_v[None, :] + wide * z_token
+        z = tl.load(z_at, mask=is_u, other=0.0).to(tl.float32)
+        y *= z * sigmoid(z)
+    tl.store(y_at, tl.where(is_u, y, 0.0).to(y_ptr.dtype.element_ty), mask=is_y)
+
+    if CLAMPED:
+        updates = tl.clamp(updates, -65504.0, 65504.0)  # infinity in a record would stay for good
     start = cursor
-    if cursor + count > RING_ROWS:  # fold the committed records, newest first
+    if folds:
         start = 0
-        if CHANNEL_GATE:
-            behind = tl.zeros([BLOCK_K], tl.float32)
-        else:
-            behind = 0.0
-        added = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
-        for back in range(cursor):
-            j = cursor - 1 - back
-            key = tl.load(ring_k_at + j * HEAD_K_DIM + dim_k, mask=is_k, other=0.0).to(tl.float32)
-            update = tl.load(ring_u_at + j * HEAD_V_DIM + dim_v, mask=is_v, other=0.0).to(tl.float32)
-            if CHANNEL_GATE:
-                key *= tl.exp(behind)
-                behind += tl.load(
-                    ring_g_ptr + slot * ring_g_stride + (head * RING_ROWS + j) * HEAD_K_DIM + dim_k,
-                    mask=is_k,
-                    other=0.0,
-                )
-            else:
-                update *= tl.exp(behind)
-                behind += tl.load(ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + j)
-            added += update[:, None] * key[None, :]
-        if CHANNEL_GATE:
-            state = state * tl.exp(behind)[None, :] + added
-        else:
-            state = state * tl.exp(behind) + added
-        own = checkpoint_ptr + slot * checkpoint_stride + tile_offset
-        tl.store(own, state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
         tl.debug_barrier()  # the records were read from the rows that the window's go to
     u_at = ring_u_at + (start + token)[:, None] * HEAD_V_DIM + dim_v[None, :]
-    is_u = (token < count)[:, None] & is_v[None, :]
     tl.store(u_at, updates.to(ring_u_ptr.dtype.element_ty), mask=is_u)
 
 
@@ -358,6 +378,7 @@ def _append_kernel(
     cursor = tl.load(write_pos_ptr + slot)
     start = tl.where(cursor + count > RING_ROWS, 0, cursor)
     token = tl.arange(0, BLOCK_T)
+    wide = token.to(tl.int64)
     dim_k = tl.arange(0, BLOCK_K)
     used = token < count
     is_k = dim_k < HEAD_K_DIM
@@ -366,29 +387,30 @@ def _append_kernel(
     rate = tl.load(rate_ptr + head).to(tl.float32)
     a_at = a_ptr + row * a_row + head * a_head
     if CHANNEL_GATE:
-        a = tl.load(a_at + token[:, None] * a_token + dim_k[None, :], mask=is_key, other=0.0).to(tl.float32)
+        a = tl.load(a_at + wide[:, None] * a_token + dim_k[None, :], mask=is_key, other=0.0).to(tl.float32)
         a += tl.load(bias_ptr + head * HEAD_K_DIM + dim_k, mask=is_k, other=0.0).to(tl.float32)[None, :]
-        g, _ = _gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
+        g, _ = gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
         g_at = ring_g_ptr + slot * ring_g_stride + (head * RING_ROWS + record)[:, None] * HEAD_K_DIM + dim_k[None, :]
         tl.store(g_at, g, mask=is_key)
     else:
-        a = tl.load(a_at + token * a_token, mask=used, other=0.0).to(tl.float32)
+        a = tl.load(a_at + wide * a_token, mask=used, other=0.0).to(tl.float32)
         if HAS_BIAS:
             a += tl.load(bias_ptr + head).to(tl.float32)
-        g, _ = _gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
+        g, _ = gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
         tl.store(ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + record, g, mask=used)
     if head % GROUP == 0:
         k_head_index = head // GROUP
-        k_at = k_ptr + row * k_row + k_head_index * k_head + dim_k[None, :] + token[:, None] * k_token
+        k_at = k_ptr + row * k_row + k_head_index * k_head + dim_k[None, :] + wide[:, None] * k_token
         key = tl.load(k_at, mask=is_key, other=0.0)
         ring_k_at = ring_k_ptr + slot * ring_k_stride + (k_head_index * RING_ROWS + record)[:, None] * HEAD_K_DIM
         tl.store(ring_k_at + dim_k[None, :], key, mask=is_key)
 
 
-def window_tile(head_v_dim: int, head_k_dim: int, channel: bool) -> tuple[int, int, int]:
-    """Rows and columns of the state in one program, and its warps: the largest that compile without spills."""
-    rows, columns = triton.next_power_of_2(head_v_dim), triton.next_power_of_2(head_k_dim)
-    return min(rows, 32), columns, max(1, columns // (16 if channel else 32))
+def window_tile(head_v_dim: int, delta: bool) -> tuple[int, int, int]:
+    """Rows of the state in one program, the columns that it takes at a time, and its warps: of nine, the
+    fastest that spills nowhere."""
+    rows, columns, warps = (64, 16, 4) if delta else (32, 32, 2)
+    return max(16, min(triton.next_power_of_2(head_v_dim), rows)), columns, warps
 
 
 def _launch(
@@ -426,9 +448,10 @@ def _launch(
     num_tokens = window.num_tokens.contiguous()
     parents = window.parents if window.parents is None or window.parents.stride(1) == 1 else window.parents.contiguous()
     y = torch.empty((batch, tokens, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
-    if not batch:
+    if not batch or not tokens:
         return y
-    block_v, block_k, num_warps = window_tile(head_v_dim, head_k_dim, channel)
+    block_v, block_k, num_warps = window_tile(head_v_dim, b is not None)
+    contract = fuses(head_v_dim, head_k_dim)
     b_or_a = a if b is None else b
     z_or_v = v if z is None else z
     bound = 0.0 if lower_bound is None else lower_bound
@@ -442,54 +465,78 @@ def _launch(
         "SOFTPLUS": softplus,
         "HAS_BIAS": bias is not None,
         "BLOCK_T": BLOCK_T,
-        "BLOCK_K": block_k,
     }
-    _verify_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, block_v))](
-        q,
-        k,
-        v,
-        a,
-        b_or_a,
-        rate,
-        rate if bias is None else bias,
-        rate if D is None else D,
-        z_or_v,
-        y,
-        step.checkpoint,
-        step.ring_u,
-        step.ring_k,
-        step.ring_g,
-        step.write_pos,
-        step.checkpoint_slot,
-        step.slots,
-        num_tokens,
-        num_tokens if parents is None else parents,
-        scale,
-        beta_scale,
-        bound,
-        *dt_limit,
-        tokens,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *a.stride()[:3],
-        *b_or_a.stride()[:3],
-        *z_or_v.stride()[:3],
-        *(0 if D is None else D.stride(0), 0 if D is None or D.dim() == 1 else D.stride(1)),
-        0 if parents is None else parents.stride(0),
-        *(t.stride(0) for t in (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)),
-        NUM_V_HEADS=num_v_heads,
-        HEAD_V_DIM=head_v_dim,
-        L2_NORM=l2_norm,
-        HAS_D=D is not None,
-        HAS_Z=z is not None,
-        TREE=parents is not None,
-        CLAMPED=step.ring_u.dtype == torch.float16,
-        EPS=NORM_EPS,
-        BLOCK_V=block_v,
-        num_warps=num_warps,
-        **flags,
-    )
+    if tokens == 1:  # a decode step but for what a full ring does
+        y = decode.launch(
+            q[:, 0],
+            k[:, 0],
+            v[:, 0],
+            a[:, 0],
+            None if b is None else b[:, 0],
+            rate,
+            bias,
+            step,
+            D=D,
+            z=None if z is None else z[:, 0],
+            scale=scale,
+            beta_scale=beta_scale,
+            lower_bound=lower_bound,
+            l2_norm=l2_norm,
+            softplus=softplus,
+            dt_limit=dt_limit,
+            num_tokens=num_tokens,
+        ).unsqueeze(1)
+    else:
+        _verify_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, block_v))](
+            q,
+            k,
+            v,
+            a,
+            b_or_a,
+            rate,
+            rate if bias is None else bias,
+            rate if D is None else D,
+            z_or_v,
+            y,
+            step.checkpoint,
+            step.ring_u,
+            step.ring_k,
+            step.ring_g,
+            step.write_pos,
+            step.checkpoint_slot,
+            step.slots,
+            num_tokens,
+            num_tokens if parents is None else parents,
+            scale,
+            beta_scale,
+            bound,
+            *dt_limit,
+            tokens,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *a.stride()[:3],
+            *b_or_a.stride()[:3],
+            *z_or_v.stride()[:3],
+            *(0 if D is None else D.stride(0), 0 if D is None or D.dim() == 1 else D.stride(1)),
+            0 if parents is None else parents.stride(0),
+            *(t.stride(0) for t in (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)),
+            NUM_V_HEADS=num_v_heads,
+            HEAD_V_DIM=head_v_dim,
+            L2_NORM=l2_norm,
+            HAS_D=D is not None,
+            HAS_Z=z is not None,
+            TREE=parents is not None,
+            CLAMPED=step.ring_u.dtype == torch.float16,
+            TF32=torch.version.hip is None,
+            EPS=NORM_EPS,
+            BLOCK_V=block_v,
+            BLOCK_K=block_k,
+            BLOCK_R=max(16, triton.next_power_of_2(step.ring_u.shape[2])),
+            num_warps=num_warps,
+            enable_fp_fusion=contract,
+            **flags,
+        )
     _append_kernel[(batch, num_v_heads)](
         k,
         a,
@@ -506,7 +553,9 @@ def _launch(
         *a.stride()[:3],
         step.ring_k.stride(0),
         step.ring_g.stride(0),
+        BLOCK_K=triton.next_power_of_2(head_k_dim),
         num_warps=4,
+        enable_fp_fusion=contract,
         **flags,
     )
     return y
