@@ -10,7 +10,7 @@ GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(if $(wild
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 8')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast test-thorough test-sanitizer test-oldest test-gpu test-sanitizer lint format bench venv clean
+.PHONY: demo test test-fast test-thorough test-load test-sanitizer test-oldest test-gpu test-sanitizer lint format bench venv clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -31,6 +31,10 @@ OLDEST := $(VENV)/oldest
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/replayssm demo --max-new-tokens 33
 	PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 tests/test_transformers.py tests/test_assisted.py
+
+# 200 clients stream from a server for two minutes, some of them badly behaved.
+test-load: $(STAMP)
+	$(BIN)/python -m tests.load_server
 
 test-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-gpu: torch sees no GPU here")'

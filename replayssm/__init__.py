@@ -10,15 +10,30 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from replayssm import ops
+    from replayssm.engine import Engine, EngineOptions, SamplingParams
     from replayssm.models import ReplayCache, disable, enable
     from replayssm.state import LayerSpec, ReplayPool
 
-__all__ = ["LayerSpec", "ReplayCache", "ReplayPool", "__version__", "disable", "enable", "ops"]
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "LayerSpec",
+    "ReplayCache",
+    "ReplayPool",
+    "SamplingParams",
+    "__version__",
+    "disable",
+    "enable",
+    "ops",
+]
 
 _HOME = {
+    "Engine": "replayssm.engine",
+    "EngineOptions": "replayssm.engine",
     "LayerSpec": "replayssm.state",
     "ReplayCache": "replayssm.models",
     "ReplayPool": "replayssm.state",
+    "SamplingParams": "replayssm.engine",
     "disable": "replayssm.models",
     "enable": "replayssm.models",
 }

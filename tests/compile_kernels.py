@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from attention_sources import attention_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from verify_sources import described
@@ -120,7 +121,7 @@ def sources() -> dict[str, tuple[ASTSource, int]]:
     types = dict.fromkeys(("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "force_flush_ptr"), "*i32")
     constants = {"FORCED": True, "COUNTED": True, "BLOCK": 128}
     found["advance"] = source(state._advance_kernel, types | {"counters_ptr": "*i64"}, constants), 4
-    for name, (fn, types, constants, num_warps) in described().items():
+    for name, (fn, types, constants, num_warps) in (described() | attention_kernels()).items():
         found[name] = source(fn, types, constants), num_warps
     return found
 

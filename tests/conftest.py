@@ -16,6 +16,7 @@ from replayssm.ops import dispatch  # after that, because torch.compile's parts,
 
 # A GPU machine runs `make test-gpu` with what it has; these files need more.
 _NEEDS = {"test_programs.py": "hypothesis", "test_cli.py": "pydantic", "test_docs.py": "pydantic"}
+_NEEDS |= dict.fromkeys((f"test_server{part}.py" for part in ("", "_limits", "_end", "_engine")), "openai")
 collect_ignore = [file for file, package in _NEEDS.items() if find_spec(package) is None]
 
 
@@ -30,6 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _NO_KERNELS = dispatch.unavailable_reason("cpu", "cpu")
 NEEDS_COMPILER = [pytest.mark.skip(reason=_NO_KERNELS)] if _NO_KERNELS else []
 
+_NO_CUDA_KERNELS = dispatch.unavailable_reason("cuda")
+NEEDS_HOPPER = [pytest.mark.skip(reason=_NO_CUDA_KERNELS)] if _NO_CUDA_KERNELS else []
+
 
 def _place(device: str, backend: str, *marks: pytest.MarkDecorator) -> object:
     return pytest.param({"device": device, "backend": backend}, marks=marks, id=f"{device}-{backend}")
@@ -41,6 +45,7 @@ def _place(device: str, backend: str, *marks: pytest.MarkDecorator) -> object:
         _place("cpu", "torch"),
         _place("cuda", "torch", pytest.mark.gpu),
         _place("cuda", "triton", pytest.mark.gpu),
+        _place("cuda", "cuda", pytest.mark.gpu, *NEEDS_HOPPER),
     ]
 )
 def place(request: pytest.FixtureRequest) -> dict[str, str]:

@@ -108,7 +108,11 @@ class Layer:
         """The operator under test, on a window."""
         return self._call("verify", inputs, state)
 
-    def _call(self, step: str, inputs: dict[str, Tensor], state: dict[str, Any]) -> Tensor:
+    def prefill(self, inputs: dict[str, Tensor], **sequences: Any) -> tuple[Tensor, Tensor]:
+        """The operator under test, on packed sequences; outputs and final states."""
+        return self._call("prefill", inputs, sequences)
+
+    def _call(self, step: str, inputs: dict[str, Tensor], state: dict[str, Any]) -> Any:
         operator = getattr(ops, f"{self.kind.partition('_')[0]}_{step}")
         if self.kind == "mamba2":
             return operator(**inputs, A=-self.A_log.exp(), D=self.D, dt_bias=self.dt_bias, **state)

@@ -54,7 +54,7 @@ def run(capfd):
             capfd.readouterr()  # in this process, which has imported transformers already
             return cli.run(args), *capfd.readouterr()
         command = re.sub(
-            r"\breplayssm (?=generate|doctor|demo)", f"{shlex.quote(sys.executable)} -m replayssm ", command
+            r"\breplayssm (?=generate|doctor|demo|chat)", f"{shlex.quote(sys.executable)} -m replayssm ", command
         )
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, done.stderr

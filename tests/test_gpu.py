@@ -1,4 +1,4 @@
-"""What only a GPU can show of the Triton kernels: the same bits in any company, CUDA graphs, no waiting."""
+"""What only a GPU can show of the Triton and CUDA kernels: the same bits in any company, CUDA graphs, no waiting."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import NEEDS_HOPPER
 from oracle import KINDS, SHAPES, Layer, relative_error
 from test_triton import new_pool
 from torch import Tensor
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 ROWS, SLOTS, RING = 9, 24, 4
 BF16 = torch.bfloat16
+BACKENDS = ["triton", pytest.param("cuda", marks=NEEDS_HOPPER)]
 
 
 @dataclass
@@ -48,7 +50,7 @@ def records(layer: Layer) -> dict[str, Tensor]:
     }
 
 
-def decode_call(layer: Layer) -> Call:
+def decode_call(layer: Layer, backend: str) -> Call:
     state = records(layer) | {
         "write_pos": torch.arange(ROWS, dtype=torch.int32, device="cuda") % RING,
         "checkpoint_slot": torch.zeros(ROWS, dtype=torch.int32, device="cuda"),
@@ -58,12 +60,12 @@ def decode_call(layer: Layer) -> Call:
         forced = inputs["forced"] > 1
         inputs = {name: tensor for name, tensor in inputs.items() if name != "forced"}
         state["checkpoint_slot"].copy_(torch.arange(SLOTS, device="cuda"))
-        return layer.decode(inputs, **state, slots=slots, flush_period=RING, force_flush=forced)
+        return layer.decode(inputs, **state, slots=slots, flush_period=RING, force_flush=forced, backend=backend)
 
     return Call(layer.draw(ROWS) | {"forced": random(ROWS)}, state, run)
 
 
-def rows_call(layer: Layer) -> Call:
+def rows_call(layer: Layer, backend: str) -> Call:
     cursors = {"write_pos": torch.arange(ROWS, dtype=torch.int32, device="cuda") % RING}
 
     def run(inputs: dict[str, Tensor], state: dict[str, Tensor], slots: Tensor) -> Tensor:
@@ -76,11 +78,11 @@ def rows_call(layer: Layer) -> Call:
         if layer.kind == "mamba2":
             named = dict(zip(("ring_x", "ring_B", "ring_dt"), rings, strict=True)) | {"flush": cursor == RING - 1}
             numbers = {"A": -layer.A_log.exp(), "D": layer.D, "dt_bias": layer.dt_bias, "dt_softplus": True}
-            mamba2_decode_rows(**x, **numbers, **named, **common, backend="triton")
+            mamba2_decode_rows(**x, **numbers, **named, **common, backend=backend)
         else:
             named = dict(zip(("ring_u", "ring_k", "ring_g"), rings, strict=True)) | {"force_flush": None}
             numbers = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "scale": 0.5, "qk_l2norm": True}
-            delta_decode_rows(**x, **numbers, lower_bound=None, **named, **common, backend="triton")
+            delta_decode_rows(**x, **numbers, lower_bound=None, **named, **common, backend=backend)
         return out
 
     return Call(layer.draw(ROWS) | cursors, records(layer), run)
@@ -193,11 +195,18 @@ def layer_of(kind: str) -> Layer:
     return Layer(kind, key_heads, 2, 64, 48, dtype=BF16, device="cuda")
 
 
+def decode_calls(backend: str) -> dict[str, Callable[[], Call]]:
+    return {
+        **{f"{kind}_decode-{backend}": lambda kind=kind: decode_call(layer_of(kind), backend) for kind in KINDS},
+        f"delta_decode_rows-gdn-{backend}": lambda: rows_call(layer_of("gdn"), backend),
+        f"delta_decode_rows-kda-{backend}": lambda: rows_call(layer_of("kda"), backend),
+        f"mamba2_decode_rows-{backend}": lambda: rows_call(layer_of("mamba2"), backend),
+    }
+
+
 CALLS: dict[str, Callable[[], Call]] = {
-    **{f"{kind}_decode": lambda kind=kind: decode_call(layer_of(kind)) for kind in KINDS},
-    "delta_decode_rows-gdn": lambda: rows_call(layer_of("gdn")),
-    "delta_decode_rows-kda": lambda: rows_call(layer_of("kda")),
-    "mamba2_decode_rows": lambda: rows_call(layer_of("mamba2")),
+    **decode_calls("triton"),
+    **({} if NEEDS_HOPPER else decode_calls("cuda")),
     "causal_conv1d_update": conv_call,
     **{f"read_state-{kind}": lambda kind=kind: fold_call(layer_of(kind), "output") for kind in ("gdn", "kda")},
     **{f"materialize-{kind}": lambda kind=kind: fold_call(layer_of(kind), "slots") for kind in ("gdn", "kda")},
@@ -286,15 +295,16 @@ def test_a_thousand_launches_give_the_same_bits(name: str) -> None:
     assert not differs
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_same_row_same_bits_on_a_gpu(shape: str, state_dtype: torch.dtype) -> None:
+def test_same_row_same_bits_on_a_gpu(shape: str, state_dtype: torch.dtype, backend: str) -> None:
     """Alone, in batches of many sizes and orders, with padding and neighbours at other cursors; 20 repeats."""
     layer = Layer.named(shape, device="cuda", dtype=torch.bfloat16)
     steps = [layer.draw(33) for _ in range(9)]
 
     def run(rows: list[int]) -> Tensor:
-        pool = new_pool(layer, 40, 4, state_dtype=state_dtype, activation_dtype=torch.bfloat16)
+        pool = new_pool(layer, 40, 4, state_dtype=state_dtype, activation_dtype=torch.bfloat16, backend=backend)
         taken = pool.alloc(34)
         batch = [taken[(7 * row + len(rows)) % 34] for row in rows]
         for i, row in enumerate(rows):
@@ -317,11 +327,12 @@ def test_same_row_same_bits_on_a_gpu(shape: str, state_dtype: torch.dtype) -> No
         assert torch.equal(run(rows), alone), rows
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuda_graph_replays_a_decode_step(kind: str) -> None:
+def test_cuda_graph_replays_a_decode_step(kind: str, backend: str) -> None:
     """One captured step, replayed: cursors, slots and inputs change in place, and rows flush when their turn comes."""
     layer = Layer(kind, 2, 2, 64, 64, device="cuda")
-    pool = new_pool(layer, 5, 3)
+    pool = new_pool(layer, 5, 3, backend=backend)
     rows = pool.alloc(4)
     inputs = layer.draw(3)
     slots = pool.slot_tensor(rows[:3])
@@ -380,10 +391,11 @@ def test_a_window_waits_for_nothing_and_allocates_its_output_alone() -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 1
 
 
-def test_a_step_waits_for_nothing_on_a_gpu() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_waits_for_nothing_on_a_gpu(backend: str) -> None:
     """Neither operators nor cursors synchronise with the host."""
     layer = Layer("gdn", 2, 4, 64, 64, device="cuda")
-    pool = new_pool(layer, 4, 3)
+    pool = new_pool(layer, 4, 3, backend=backend)
     slots = pool.slot_tensor(pool.alloc(4))
     inputs = layer.draw(4)
     state = pool.state_args(0)
@@ -399,27 +411,31 @@ def test_a_step_waits_for_nothing_on_a_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=["statebf16", "state16"])
 @pytest.mark.parametrize("shape", ["gdn-64x64-ratio3", "kda-bounded-64x64", "mamba2-64x64-groups4"])
-def test_16_bit_checkpoint_is_never_worse_than_stepwise(shape: str, state_dtype: torch.dtype) -> None:
+def test_16_bit_checkpoint_is_never_worse_than_stepwise(shape: str, state_dtype: torch.dtype, backend: str) -> None:
     """Same dtype, updated at every step: replay rounds the state once in L steps instead."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for ring_len in (1, 4, 16):
             layer = Layer.named(shape, dtype=dtype, seed=ring_len, device="cuda")
-            replay, stepwise = errors_beside_stepwise(layer, ring_len, state_dtype, "auto")
+            replay, stepwise = errors_beside_stepwise(layer, ring_len, state_dtype, "auto", backend)
             assert (replay <= stepwise * 1.005).all(), (dtype, ring_len, replay, stepwise)
 
 
 def test_16_bit_checkpoint_with_fp32_updates_gains_the_root_of_ring_len() -> None:
     """Rounded L times less often, the error falls by about √L."""
     layer = Layer.named("gdn-64x64-ratio3", dtype=BF16, device="cuda")
-    replay, stepwise = errors_beside_stepwise(layer, 16, BF16, torch.float32)
+    replay, stepwise = errors_beside_stepwise(layer, 16, BF16, torch.float32, "triton")
     assert stepwise[0] / replay[0] > 3.5
 
 
-def errors_beside_stepwise(layer: Layer, ring_len: int, state_dtype: torch.dtype, ring_dtype: object) -> Tensor:
+def errors_beside_stepwise(
+    layer: Layer, ring_len: int, state_dtype: torch.dtype, ring_dtype: object, backend: str
+) -> Tensor:
     """RMS over a run of state and output errors: ``[replay, stepwise] × [state, output]``."""
     options = {"state_dtype": state_dtype, "activation_dtype": layer.dtype, "ring_dtype": ring_dtype}
+    options["backend"] = backend
     pool = new_pool(layer, 2, ring_len, **options)
     rows = pool.alloc(2)
     slots = pool.slot_tensor(rows)

@@ -35,7 +35,8 @@ def place(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 
 def new_pool(layer: Layer, num_slots: int, ring_len: int, **options: object) -> ReplayPool:
-    pool = ReplayPool([layer.spec], num_slots, ring_len=ring_len, device=layer.device, backend="triton", **options)
+    options = {"device": layer.device, "backend": "triton", **options}
+    pool = ReplayPool([layer.spec], num_slots, ring_len=ring_len, **options)
     poison(pool)
     return pool
 

@@ -28,5 +28,5 @@ def test_kernels_compile_within_a_budget(target: str) -> None:
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     print(f"\n{target}: " + ", ".join(f"{r['kernel']} {r['registers']} registers" for r in rows))
-    assert len(rows) == 43
+    assert len(rows) == 51
     assert [r for r in rows if r["spills"] > MAX_SPILLS or r["registers"] > MAX_REGISTERS] == []

@@ -14,6 +14,9 @@ from rich.status import Status
 import replayssm
 from replayssm import bundled
 from replayssm.cli import bench as bench_commands
+from replayssm.cli.chat import chat
+from replayssm.cli.serve import serve
+from replayssm.cli.values import INTEGER, NUMBER
 from replayssm.errors import InputError, one_line
 from replayssm.loading.folder import check_model
 from replayssm.options import (
@@ -35,24 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_commands.app, name="bench")
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} was given, a whole number is wanted") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} was given, a number is wanted") from None
-
-
-INTEGER: dict[str, Any] = {"parser": _integer, "metavar": "INTEGER"}
-NUMBER: dict[str, Any] = {"parser": _number, "metavar": "NUMBER"}
+app.command()(serve)
+app.command()(chat)
 
 
 def _version(value: bool) -> None:

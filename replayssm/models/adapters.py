@@ -39,6 +39,7 @@ class Adapter(ABC):
         spec: shapes and kind of the recurrence.
         operator: ``"gdn"``, ``"kda"`` or ``"mamba2"``, whose operators in :mod:`replayssm.ops` run it.
         layer_idx: the layer's place in the model and in its cache.
+        prefill_parameters: what the prefill operator gets beside the parameters of each step.
     """
 
     spec: LayerSpec
@@ -52,6 +53,7 @@ class Adapter(ABC):
             )
         self.mixer = mixer
         self.layer_idx: int = mixer.layer_idx
+        self.prefill_parameters: dict[str, Any] = {}
 
     @abstractmethod
     def run(self, hidden: Tensor, kernels: Kernels) -> Tensor:
@@ -219,6 +221,10 @@ class Mamba2(Adapter):
         inner, groups = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
         self.split = (inner, mixer.conv_dim, mixer.num_heads)
         self.conv_split = (inner, groups, groups)
+        # transformers applies time_step_limit in its chunked scan alone, never in its one-token step; to continue its
+        # models as it does, a prefill has the limit and a step has none.
+        limit = getattr(mixer, "time_step_limit", None)
+        self.prefill_parameters = {} if limit is None else {"dt_limit": tuple(limit)}
 
     def project(self, hidden: Tensor) -> Tensor:
         """The gate, x, B, C and dt of each token side by side, ``[..., inner + C + H]``."""
@@ -231,8 +237,6 @@ class Mamba2(Adapter):
         x, B, C = self.conv(xbc, kernels).split(self.conv_split, dim=-1)
         heads = (*rows, spec.num_v_heads, spec.head_v_dim)
         normed = not isinstance(mixer.norm, nn.Identity)
-        # transformers applies time_step_limit in its chunked scan alone, never in its one-token step; to continue
-        # its models as it does, no limit is given here.
         y = kernels.recurrence(
             x.view(heads),
             dt,

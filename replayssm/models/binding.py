@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from replayssm import ops
 from replayssm.models.adapters import Adapter
@@ -41,6 +42,14 @@ class Settings:
     def changed(self, **given: Any) -> Settings:
         """These settings with the values that aren't None."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+
+class MixerCache:
+    """A cache that runs the recurrent layers of an enabled model, which hand it what they are given."""
+
+    def run(self, mixer: Any, hidden_states: Tensor) -> Tensor | None:
+        """One layer's output ``[B, T, D]`` for its input; None to leave it to transformers' own code."""
+        raise NotImplementedError
 
 
 @dataclass

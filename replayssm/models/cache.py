@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 
 from replayssm import ops
 from replayssm.models.adapters import Adapter, Kernels
-from replayssm.models.binding import binding_of
+from replayssm.models.binding import MixerCache, binding_of
 from replayssm.models.recording import Recording
 from replayssm.ops.checks import check_count
 from replayssm.state import ReplayPool
@@ -168,7 +168,7 @@ def _kept(cached: Tensor, tokens: int, longest: int, path: Tensor | None) -> Ten
     return torch.cat([cached[..., :before, :], accepted], dim=-2)
 
 
-class ReplayCache(DynamicCache):
+class ReplayCache(MixerCache, DynamicCache):
     """The cache of an enabled model: `generate` makes one by itself, a direct call of the model takes one.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from replayssm import ops
-from replayssm.models.binding import ATTRIBUTE, MixerBinding, ModelBinding, Settings, binding_of
+from replayssm.models.binding import ATTRIBUTE, MixerBinding, MixerCache, ModelBinding, Settings, binding_of
 from replayssm.models.cache import ReplayCache
 from replayssm.models.fallback import without_gpu_kernels
 from replayssm.models.support import find_adapters
@@ -105,12 +105,13 @@ def last_cache(model: nn.Module) -> ReplayCache | None:
 
 
 def _mixer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` of an enabled mixer: one token of a cache that has a state by replay, the rest upstream."""
+    """The `forward` of an enabled mixer: what its cache runs by replay, the rest upstream."""
     cache = args[0] if args else next((kwargs[name] for name in CACHE_ARGUMENTS if name in kwargs), None)
-    if isinstance(cache, ReplayCache):
+    if isinstance(cache, MixerCache):
         out = cache.run(self, hidden_states)
         if out is not None:
             return out
+    if isinstance(cache, ReplayCache):
         tail = cache.tail(self, hidden_states, _mask(hidden_states, args, kwargs))
         if tail:
             head = hidden_states.shape[1] - tail

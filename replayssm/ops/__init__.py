@@ -18,13 +18,15 @@ slots              ``[B]``, negative for a padding row         int32
 A decode operator writes the rings, or on a flush the checkpoint of the slot itself; it doesn't move cursors. After
 the last layer of a forward, :func:`advance` does, once for all layers. A verify operator runs a window of tokens;
 after it :func:`accept`, for each layer, and :func:`commit`, once, take what was accepted of it. Both kinds of forward
-may follow each other in any order.
+may follow each other in any order. Prefill operators take whole prompts, packed, from one state to another:
+:mod:`replayssm.ops.prefill`.
 """
 
 from replayssm.ops.conv import causal_conv1d_update
 from replayssm.ops.conv_verify import causal_conv1d_verify
 from replayssm.ops.decode import gdn_decode, kda_decode, mamba2_decode
 from replayssm.ops.dispatch import BACKENDS, resolve_backend, unavailable_reason
+from replayssm.ops.prefill import causal_conv1d_prefill, gdn_prefill, kda_prefill, mamba2_prefill
 from replayssm.ops.rollback import accept, commit
 from replayssm.ops.state import advance, materialize, read_state
 from replayssm.ops.verify import gdn_verify, kda_verify, mamba2_verify
@@ -35,14 +37,18 @@ __all__ = [
     "MAX_WINDOW",
     "accept",
     "advance",
+    "causal_conv1d_prefill",
     "causal_conv1d_update",
     "causal_conv1d_verify",
     "commit",
     "gdn_decode",
+    "gdn_prefill",
     "gdn_verify",
     "kda_decode",
+    "kda_prefill",
     "kda_verify",
     "mamba2_decode",
+    "mamba2_prefill",
     "mamba2_verify",
     "materialize",
     "read_state",

@@ -70,7 +70,8 @@ def unavailable_reason(backend: str, device: str | torch.device | None = None) -
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if backend == "cuda":
-        return "this release of replayssm has no cuda kernels"
+        on_gpu = torch.device(device).type == "cuda"
+        return _cuda_kernels() or (None if on_gpu else "its kernels are for tensors on a GPU")
     if torch.device(device).type == "cuda":
         return _triton_on_gpu()
     if find_spec("triton") is None:
@@ -92,6 +93,12 @@ def _constant_to_compilers(look: Callable[[], str | None]) -> Callable[[], str |
 @_constant_to_compilers
 def _cpu_kernels() -> str | None:
     return cpu_backend.unavailable_reason()
+
+
+@_constant_to_compilers
+def _cuda_kernels() -> str | None:
+    reason: str | None = backend_module("cuda").unavailable_reason()
+    return reason
 
 
 @_constant_to_compilers
@@ -135,4 +142,4 @@ def resolve_backend(backend: str, device: str | torch.device | None = None) -> s
 def backend_module(backend: str) -> ModuleType:
     """The functions of a resolved backend; they bear the operators' names."""
     own = {"torch": torch_backend, "cpu": cpu_backend}.get(backend)
-    return import_module("replayssm.backends.triton") if own is None else own
+    return import_module(f"replayssm.backends.{backend}") if own is None else own

@@ -30,12 +30,12 @@ class NgramDrafter(Drafter):
             raise ValueError(f"max_occurrences is {max_occurrences}: it must be at least 1")
         self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.max_occurrences = max_occurrences
-        self.texts: list[_Text] = []
+        self.texts: list[Text] = []
 
     def start(self, start: Start) -> None:
         """See :meth:`Drafter.start`."""
         self.device = start.ids.device
-        self.texts = [_Text(self.sizes, self.max_occurrences) for _ in start.prompts]
+        self.texts = [Text(self.sizes, self.max_occurrences) for _ in start.prompts]
         for text, prompt, first in zip(self.texts, start.prompts, start.first_ids, strict=True):
             text.extend([*prompt, first])
 
@@ -62,7 +62,7 @@ class NgramDrafter(Drafter):
         )
 
 
-class _Text:
+class Text:
     """One row's tokens, and where each n-gram in it ended, the latest last."""
 
     def __init__(self, sizes: range, max_occurrences: int) -> None:

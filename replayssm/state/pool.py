@@ -96,6 +96,7 @@ class ReplayPool:
         self._copied_bytes = 0
         self._use = [_Use.FREE] * num_slots
         self._free = list(range(num_slots))
+        self._indexed: tuple[tuple[int, ...], Tensor] = (), torch.zeros(0, dtype=torch.long, device=self.device)
         self._forks: dict[int, set[int]] = {}  # snapshot -> live slots forked from it
 
     # Slots
@@ -127,14 +128,15 @@ class ReplayPool:
         slots = self._checked(slots)
         for slot in slots:
             self._use[slot] = _Use.RETIRED if self._forks.get(slot) else _Use.FREE
-            for forks in self._forks.values():
-                forks.discard(slot)
         for slot in slots:
             if self._use[slot] is _Use.FREE:
                 self._forks.pop(slot, None)
                 heapq.heappush(self._free, slot)
-        for snapshot in [s for s, forks in self._forks.items() if not forks and self._use[s] is _Use.RETIRED]:
-            self._release(snapshot)
+        self._stop_reading(slots)
+
+    def has_readers(self, snapshot: int) -> bool:
+        """Whether a fork of it may still read its checkpoint, so that freeing it gives no slot yet."""
+        return bool(self._forks.get(snapshot))
 
     def fork(self, src: int) -> int:
         """A new slot that continues from ``src``: same state, same records, same cursor.
@@ -255,6 +257,7 @@ class ReplayPool:
         index = self._index(slots)
         self.write_pos[index] = 0
         self.checkpoint_slot[index] = index.int()
+        self._stop_reading(slots)
 
     def advance(self, slots: Tensor, force_flush: Tensor | None = None) -> None:
         """Move the cursors after a decode step of all layers, with the slots and flags that the step had.
@@ -356,7 +359,10 @@ class ReplayPool:
     # Inside
 
     def _index(self, slots: Sequence[int]) -> Tensor:
-        return torch.tensor(slots, dtype=torch.long, device=self.device)
+        """Slots on the device; the last ones are kept, because layer after layer asks for the same."""
+        if self._indexed[0] != (key := tuple(slots)):
+            self._indexed = key, torch.tensor(slots, dtype=torch.long, device=self.device)
+        return self._indexed[1]
 
     def _take(self, count: int) -> list[int]:
         if count < 0:
@@ -388,6 +394,13 @@ class ReplayPool:
         source = self.checkpoint_slot.tolist()
         for snapshot, forks in list(self._forks.items()):
             forks &= {slot for slot in forks if source[slot] == snapshot}
+            if not forks and self._use[snapshot] is _Use.RETIRED:
+                self._release(snapshot)
+
+    def _stop_reading(self, slots: Sequence[int]) -> None:
+        """These slots read no snapshot any more; release the freed snapshots that nobody reads then."""
+        for snapshot, forks in list(self._forks.items()):
+            forks.difference_update(slots)
             if not forks and self._use[snapshot] is _Use.RETIRED:
                 self._release(snapshot)
 

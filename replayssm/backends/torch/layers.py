@@ -148,12 +148,12 @@ def mamba2_decode(
     step: Step,
 ) -> Tensor:
     """Mamba-2, one token."""
-    delta = _time_step(dt, dt_bias, dt_softplus, dt_min, dt_max)
+    delta = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max)
     x32 = x.float()
     rate = A.float()
     inputs = Inputs(x, delta, rate) if step.records == "inputs" else None
     q, u, g = C.float().unsqueeze(2), delta.unsqueeze(-1) * x32, delta * rate
-    y = _skip_and_gate(decode("additive", q, B, u, g, None, None, step, inputs), x32, D, z)
+    y = skip_and_gate(decode("additive", q, B, u, g, None, None, step, inputs), x32, D, z)
     if D is not None or z is not None:
         y = torch.where((step.slots < 0)[:, None, None], 0, y)
     return y.to(x.dtype)
@@ -177,21 +177,22 @@ def mamba2_verify(
     """Mamba-2, a window."""
 
     def run(step: Step, window: Window, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None = None) -> Tensor:
-        delta = _time_step(dt, dt_bias, dt_softplus, dt_min, dt_max)
+        delta = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max)
         x32 = x.float()
         q, u, g = C.float().unsqueeze(-2), delta.unsqueeze(-1) * x32, delta * A.float()
-        y = _skip_and_gate(verify("additive", q, B, u, g, None, None, step, window), x32, D, z)
+        y = skip_and_gate(verify("additive", q, B, u, g, None, None, step, window), x32, D, z)
         return y.to(x.dtype)
 
     return _where_used(run, step, window, x, (x, dt, B, C) if z is None else (x, dt, B, C, z))
 
 
-def _time_step(dt: Tensor, dt_bias: Tensor | None, use_softplus: bool, smallest: float, largest: float) -> Tensor:
+def time_step(dt: Tensor, dt_bias: Tensor | None, use_softplus: bool, smallest: float, largest: float) -> Tensor:
+    """Δ in float32."""
     bias = None if dt_bias is None else dt_bias.float()
     return mamba2_time_step(dt.float(), bias, use_softplus=use_softplus, limit=(smallest, largest))
 
 
-def _skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """``(y + D x)·silu(z)``, in float32."""
     if D is not None:
         y = y + (D if D.dim() == 2 else D.unsqueeze(-1)).float() * x

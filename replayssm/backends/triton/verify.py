@@ -407,8 +407,10 @@ def _append_kernel(
 
 
 def window_tile(head_v_dim: int, delta: bool) -> tuple[int, int, int]:
-    """Rows of the state in one program, the columns that it takes at a time, and its warps: of nine, the
-    fastest that spills nowhere."""
+    """Rows of the state in one program, the columns that it takes at a time, and its warps.
+
+    Of nine choices measured on an H200, the fastest that spills on no GPU.
+    """
     rows, columns, warps = (64, 16, 4) if delta else (32, 32, 2)
     return max(16, min(triton.next_power_of_2(head_v_dim), rows)), columns, warps
 

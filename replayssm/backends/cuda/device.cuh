@@ -1,0 +1,231 @@
+// What the kernels use of the GPU beyond C++: number formats, vectors of memory, sums over lanes, bulk copies, matrix
+// products. Nothing is included: NVRTC brings no headers of its own.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct bf16 {
+    u16 bits;
+};
+struct f16 {
+    u16 bits;
+};
+
+template <class A, class B> struct same {
+    static constexpr bool value = false;
+};
+template <class A> struct same<A, A> {
+    static constexpr bool value = true;
+};
+
+#ifndef REPLAYSSM_EMULATED  // the tests have a header that does the rest of this file on a CPU
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE float as_float(u32 x) { return __uint_as_float(x); }
+DEVICE u32 as_bits(float x) { return __float_as_uint(x); }
+
+DEVICE float f16_to_float(u16 x) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+    return r;
+}
+
+DEVICE u16 float_to_f16(float x) {
+    u16 r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+
+DEVICE u16 float_to_bf16(float x) {
+    u16 r;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+// The same number, but the compiler doesn't know: what is computed from it is computed anew, not kept in registers.
+DEVICE int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE float from_lane_after(float x, int distance) { return __shfl_down_sync(0xffffffffu, x, distance); }
+
+DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// A barrier in shared memory that a bulk copy completes. One thread makes it, and orders it before that copy.
+DEVICE void barrier_init(u64* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Copy `bytes`, a multiple of 16 between addresses of such, from global to shared memory; the barrier's next phase ends
+// when they are there.
+DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+DEVICE void barrier_wait(u64* barrier, u32 phase) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(phase)
+            : "memory");
+    } while (!done);
+}
+
+// c += a b, with a [16, 16] and b [16, 8] of 16-bit numbers and c [16, 8]. Lane 4i + j holds of a: columns 2j, 2j + 1
+// of row i, of row i + 8, then columns 2j + 8, 2j + 9 of both rows; of b: rows 2j, 2j + 1, then 2j + 8, 2j + 9, of
+// column i; of c: columns 2j, 2j + 1 of row i, then of row i + 8.
+template <class T>
+DEVICE void matrix_product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (same<T, bf16>::value)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+#define SHARED_MEMORY(name) extern __shared__ __align__(128) unsigned char name[]
+
+#endif
+
+DEVICE float to_float(float x) { return x; }
+DEVICE float to_float(bf16 x) { return as_float(static_cast<u32>(x.bits) << 16); }
+DEVICE float to_float(f16 x) { return f16_to_float(x.bits); }
+
+template <class T> struct convert;
+template <> struct convert<float> {
+    static DEVICE float from(float x) { return x; }
+};
+template <> struct convert<bf16> {
+    static DEVICE bf16 from(float x) { return bf16{float_to_bf16(x)}; }
+};
+template <> struct convert<f16> {
+    static DEVICE f16 from(float x) { return f16{float_to_f16(x)}; }
+};
+
+// The two numbers of a word, the first in its low half.
+template <class T> DEVICE float first_of(u32 word) { return to_float(T{static_cast<u16>(word)}); }
+template <class T> DEVICE float second_of(u32 word) { return to_float(T{static_cast<u16>(word >> 16)}); }
+template <> DEVICE float second_of<bf16>(u32 word) { return as_float(word & 0xffff0000u); }
+
+template <class T> DEVICE u32 two_of(float first, float second) {
+    return convert<T>::from(first).bits | static_cast<u32>(convert<T>::from(second).bits) << 16;
+}
+
+struct alignas(16) words4 {
+    u32 w[4];
+};
+struct alignas(8) words2 {
+    u32 w[2];
+};
+
+// N consecutive numbers as they lie in memory, moved in accesses of 16 bytes, or of 8 where they are no more.
+template <class T, int N> struct packed {
+    static constexpr int WORDS = N * static_cast<int>(sizeof(T)) / 4;
+    static_assert(WORDS == 2 || WORDS % 4 == 0, "no such access");
+    u32 word[WORDS];
+
+    DEVICE void load(const void* from) {
+        if constexpr (WORDS == 2) {
+            const words2 x = *static_cast<const words2*>(from);
+            word[0] = x.w[0];
+            word[1] = x.w[1];
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS / 4; ++i) {
+                const words4 x = static_cast<const words4*>(from)[i];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) word[4 * i + j] = x.w[j];
+            }
+        }
+    }
+
+    DEVICE void store(void* to) const {
+        if constexpr (WORDS == 2) {
+            *static_cast<words2*>(to) = words2{{word[0], word[1]}};
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS / 4; ++i)
+                static_cast<words4*>(to)[i] = words4{{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]}};
+        }
+    }
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) word[i] = 0;
+    }
+
+    DEVICE void unpack(float* x) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if constexpr (same<T, float>::value)
+                x[i] = as_float(word[i]);
+            else
+                x[i] = i % 2 ? second_of<T>(word[i / 2]) : first_of<T>(word[i / 2]);
+        }
+    }
+
+    DEVICE void pack(const float* x) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            if constexpr (same<T, float>::value)
+                word[i] = as_bits(x[i]);
+            else
+                word[i] = two_of<T>(x[2 * i], x[2 * i + 1]);
+        }
+    }
+};
+
+template <int LANES> DEVICE float sum_over_lanes(float x) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) x += from_lane_xor(x, distance);
+    return x;
+}
+
+DEVICE float max_over_warp(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, from_lane_xor(x, distance));
+    return x;
+}
+
+// Sums of N numbers over groups of LANES lanes. A lane gets the sum of number `lane % LANES / (LANES / N)`: in each
+// round it gives half of its numbers away, which takes N − 1 shuffles and not N log₂ LANES. The order of summation is
+// that of sum_over_lanes, whatever N.
+template <int N, int LANES> DEVICE float sums_over_lanes(float (&x)[N], int lane) {
+    static_assert(N <= LANES, "no lane for some of the sums");
+    int distance = LANES / 2;
+#pragma unroll
+    for (int half = N / 2; half > 0; half /= 2) {
+        const bool upper = lane & distance;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float given = upper ? x[i] : x[i + half];
+            const float kept = upper ? x[i + half] : x[i];
+            x[i] = kept + from_lane_xor(given, distance);
+        }
+        distance /= 2;
+    }
+#pragma unroll
+    for (int d = LANES / N / 2; d > 0; d /= 2) x[0] += from_lane_xor(x[0], d);
+    return x[0];
+}

@@ -1,0 +1,243 @@
+"""What a transformers model meets as its cache while the engine runs it: slots of a pool, and pages.
+
+Recurrent layers hand their inputs to :meth:`EngineCache.run`, prefill included. Attention layers hand their new keys
+and values to :meth:`EngineCache.update`, which writes them into pages and gives them back as they came; then they ask
+for an attention function by the name that the runner put into the model's configuration, and get
+:func:`paged_attention`, which reads the pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from replayssm import ops
+from replayssm.engine.attention import PagedAttention, Queries
+from replayssm.engine.kv import Pages
+from replayssm.models.adapters import Adapter, Kernels
+from replayssm.models.binding import MixerCache
+from replayssm.state import ReplayPool
+
+ATTENTION = "replayssm_paged"
+ATTRIBUTE = "_replayssm_engine"  # of an attention module: the engine's cache
+
+
+class Step(ABC):
+    """One forward: what runs in its recurrent layers, and where its tokens' keys and queries are.
+
+    Attributes:
+        queries: the forward's tokens, for attention.
+        places: int64 ``[N]``, where their keys and values go, see :class:`replayssm.engine.kv.Pages`.
+    """
+
+    queries: Queries
+    places: Tensor
+
+    @abstractmethod
+    def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
+        """The `index`-th recurrent layer's output for its input, both as the model has them."""
+
+
+class Prefill(Step):
+    """Packed parts of prompts, ``[1, N, D]``; each continues its slot's state and leaves a new one.
+
+    Args:
+        slots: one for each part.
+        index, slot_tensor: the same as int64 and int32 tensors.
+        cu_seqlens: int32 on the host, where the parts begin and end.
+        queries, places: see :class:`Step`.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        index: Tensor,
+        slot_tensor: Tensor,
+        cu_seqlens: Tensor,
+        queries: Queries,
+        places: Tensor,
+    ) -> None:
+        self.slots, self.index, self.slot_tensor, self.cu_seqlens = slots, index, slot_tensor, cu_seqlens
+        self.queries, self.places = queries, places
+
+    def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
+        """See :meth:`Step.run`."""
+        kernels = Kernels(partial(self._conv, index, pool), partial(self._recurrence, index, adapter, pool))
+        return adapter.run(hidden.squeeze(0), kernels).unsqueeze(0)
+
+    def _conv(self, index: int, pool: ReplayPool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        state = pool.conv_state(index)
+        y, last = ops.causal_conv1d_prefill(
+            x,
+            state[self.index],
+            weight,
+            bias,
+            cu_seqlens=self.cu_seqlens,
+            activation="silu",
+            backend=pool.backend,
+        )
+        state[self.index] = last
+        return y
+
+    def _recurrence(self, index: int, adapter: Adapter, pool: ReplayPool, *inputs: Tensor, **parameters: Any) -> Tensor:
+        # Cursors move after the last layer, so each layer reads its state as the steps before have left it.
+        before = ops.read_state(**pool.fold_args(index), slots=self.slot_tensor, backend=pool.backend)
+        prefill = getattr(ops, f"{adapter.operator}_prefill")
+        y, after = prefill(
+            *inputs,
+            **parameters,
+            **adapter.prefill_parameters,
+            initial_state=before,
+            cu_seqlens=self.cu_seqlens,
+            backend=pool.backend,
+        )
+        pool.write_state(index, self.slots, after)
+        return y
+
+
+class Decode(Step):
+    """One token for each row, ``[B, 1, D]``.
+
+    Args:
+        slots: int32 ``[B]``.
+        queries, places: see :class:`Step`.
+    """
+
+    def __init__(self, slots: Tensor, queries: Queries, places: Tensor) -> None:
+        self.slots, self.queries, self.places = slots, queries, places
+
+    def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
+        """See :meth:`Step.run`."""
+        conv = partial(
+            ops.causal_conv1d_update,
+            conv_state=pool.conv_state(index),
+            slots=self.slots,
+            activation="silu",
+            backend=pool.backend,
+        )
+        decode = getattr(ops, f"{adapter.operator}_decode")
+        kernels = Kernels(conv, partial(decode, slots=self.slots, **pool.state_args(index)))
+        return adapter.run(hidden.squeeze(1), kernels).unsqueeze(1)
+
+
+class Verify(Step):
+    """A window for each row, ``[B, T, D]``.
+
+    Args:
+        slots: int32 ``[B]``.
+        num_tokens: int32 ``[B]``, tokens that each row uses.
+        queries, places: see :class:`Step`.
+    """
+
+    def __init__(self, slots: Tensor, num_tokens: Tensor, queries: Queries, places: Tensor) -> None:
+        self.slots, self.num_tokens, self.queries, self.places = slots, num_tokens, queries, places
+
+    def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
+        """See :meth:`Step.run`."""
+        rows: dict[str, Any] = {"slots": self.slots, "num_tokens": self.num_tokens}
+        conv = partial(
+            ops.causal_conv1d_verify,
+            conv_state=pool.conv_state(index),
+            conv_window=pool.conv_window(index),
+            activation="silu",
+            backend=pool.backend,
+            **rows,
+        )
+        verify = getattr(ops, f"{adapter.operator}_verify")
+        return adapter.run(hidden, Kernels(conv, partial(verify, **rows, **pool.verify_args(index))))
+
+
+class EngineCache(MixerCache, Cache):
+    """The cache of all requests; :meth:`begin` says what the next forward is.
+
+    Args:
+        adapters: the model's recurrent layers, in the order of the pool's.
+        pool: their states.
+        pages: of the attention layers.
+        attention: reads the pages.
+    """
+
+    def __init__(self, adapters: Sequence[Adapter], pool: ReplayPool, pages: Pages, attention: PagedAttention) -> None:
+        super().__init__(layers=[])
+        self.adapters = adapters
+        self.pool = pool
+        self.pages = pages
+        self.attention = attention
+        self._index = {adapter.layer_idx: index for index, adapter in enumerate(adapters)}
+        self._step: Step | None = None
+        self._layer = -1  # whose keys came last
+
+    def begin(self, step: Step) -> None:
+        """The next forward is `step`."""
+        self._step = step
+        if self.pages.specs:
+            self.attention.begin(step.queries)
+
+    def run(self, mixer: Any, hidden_states: Tensor) -> Tensor:
+        """See :meth:`MixerCache.run`."""
+        assert self._step is not None
+        index = self._index[mixer.layer_idx]
+        return self._step.run(index, self.adapters[index], hidden_states, self.pool)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the new tokens' keys and values ``[…, H, T, d]`` of one layer; returns them as they are."""
+        assert self._step is not None
+        keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
+        self.pages.write(layer_idx, self._step.places, keys, values)
+        self._layer = layer_idx
+        return key_states, value_states
+
+    def attend(self, module: Any, query: Tensor, scale: float) -> Tensor:
+        """The attention of the layer whose keys came last, ``[…, T, H, d_v]`` for queries ``[…, H, T, d_k]``."""
+        batch, _, tokens, _ = query.shape
+        query = query.transpose(1, 2).flatten(0, 1)
+        keys, values = self.pages.keys[self._layer], self.pages.values[self._layer]
+        if not self.pages.specs[self._layer].latent:
+            return self.attention.run(query, keys, values, scale).unflatten(0, (batch, tokens))
+        query, to_values = absorbed(module, query)
+        latents = self.attention.run(query, keys, values, scale)
+        return torch.einsum("nhr,hvr->nhv", latents, to_values).unflatten(0, (batch, tokens))
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Nothing that a model may rely on: positions are always given."""
+        return 0
+
+
+def absorbed(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries that meet latents, of a layer that would expand the latents to meet its queries.
+
+    A key is ``W_k c`` beside its rotary part and a value ``W_v c``, for the latent c of a token. So ``q·(W_k c) =
+    (W_kᵀ q)·c``, and a weighted sum of values is W_v times that of the latents.
+
+    Args:
+        module: of multi-head latent attention.
+        query: ``[N, H, d_nope + d_rotary]``.
+
+    Returns:
+        ``[N, H, rank + d_rotary]``, and W_v ``[H, d_v, rank]``.
+    """
+    nope, rank = module.qk_nope_head_dim, module.kv_lora_rank
+    weight = module.kv_b_proj.weight.view(query.shape[1], -1, rank)
+    to_keys, to_values = weight.split([nope, module.v_head_dim], dim=1)
+    latent = torch.einsum("nhd,hdr->nhr", query[..., :nope], to_keys)
+    return torch.cat([latent, query[..., nope:]], dim=-1), to_values
+
+
+def paged_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Stands in transformers' AttentionInterface; keys and values are in the pages already."""
+    cache: EngineCache = vars(module)[ATTRIBUTE]
+    return cache.attend(module, query, scaling), None
+
+
+AttentionInterface.register(ATTENTION, paged_attention)

@@ -1,0 +1,173 @@
+"""JSON schemas and regular expressions: which tokens may come next, by llguidance's matchers.
+
+A matcher lives on the host and hears each token of its sample. For each step it gives a mask, a bit for each token.
+llguidance is an optional dependency, and is imported by the first request that wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm.engine.params import SamplingParams
+from replayssm.engine.transfer import send
+from replayssm.errors import InputError, one_line
+
+KEPT_MATCHERS = 64  # compiled ones, ready to be copied: requests of one client tend to have one schema
+ANY = -1  # 32 tokens that may all come
+
+
+class Constraint:
+    """What one sample of a request keeps to.
+
+    Attributes:
+        finished: the end of sequence came, after which nothing does.
+    """
+
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._eos = eos_token_ids
+        self.finished = False
+
+    @property
+    def error(self) -> str | None:
+        """Why it can't go on, in one line; None where it can. Its mask then leaves the end of sequence alone."""
+        return one_line(RuntimeError(_first_line(self._matcher.get_error()))) if self._matcher.is_error() else None
+
+    def copy(self) -> Constraint:
+        """Another sample's, from where this one is."""
+        other = Constraint(self._matcher.deep_copy(), self._eos)
+        other.finished = self.finished
+        return other
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Tokens came.
+
+        Raises:
+            RuntimeError: one of them isn't allowed, which the masks would have said.
+        """
+        for token in tokens:
+            if self.finished:
+                raise RuntimeError(f"token {token} came after the end of a constrained sample")
+            self.finished = token in self._eos
+            if not self.finished and not self._matcher.consume_token(token):
+                raise RuntimeError(f"token {token} breaks its constraint: {self.error}")
+
+    def fill(self, masks: Tensor, drafts: Sequence[int]) -> None:
+        """Write the masks of the next token and, one after the other, of those behind each draft: int32 ``[T, W]``.
+
+        Behind a draft that isn't allowed they are left as they are: that draft will not be drawn.
+        """
+        assert masks.is_contiguous(), "llguidance writes to raw memory"
+        size = masks.shape[1] * masks.element_size()
+        followed = 0
+        for mask, draft in zip(masks, [*drafts, None], strict=False):
+            self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), size)
+            if draft is None or self._matcher.try_consume_tokens([draft]) == 0:
+                break
+            followed += 1
+        if followed and not self._matcher.rollback(followed):
+            raise RuntimeError(f"a constraint could not go back over {followed} drafts: {self.error}")
+
+
+class Constraints:
+    """Makes constraints for the requests of one model.
+
+    Args:
+        tokenizer: transformers', one of the fast kind.
+        vocab_size: of the logits.
+        eos_token_ids: the model's.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos = tuple(eos_token_ids)
+        self._tokens: Any = None  # llguidance's own form of the vocabulary
+        self._compiled: dict[tuple[str | None, str | None], Any] = {}
+
+    def prepare(self) -> None:
+        """Get ready for the first constrained request, which else waits for it: about a second for a large vocabulary.
+
+        Raises:
+            InputError: llguidance is missing, or can't work with this model's tokenizer.
+        """
+        if self._tokens is not None:
+            return
+        try:
+            import llguidance.hf
+        except ImportError as error:
+            raise InputError(
+                "json_schema and regex need llguidance, which is not installed: pip install 'replayssm[serve]'"
+            ) from error
+        if not self._eos:
+            raise InputError("json_schema and regex need a model with an end-of-sequence token: this one has none")
+        try:
+            self._tokens = llguidance.hf.from_tokenizer(
+                self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos)
+            )
+        except Exception as error:  # whatever its Rust side says of a tokenizer, the model is the cause
+            raise InputError(f"llguidance cannot use this model's tokenizer: {one_line(error)}") from error
+
+    def start(self, params: SamplingParams) -> Constraint | None:
+        """The constraint of a request's first sample; None for a request without.
+
+        Raises:
+            InputError: the schema or expression doesn't compile, or :meth:`prepare` fails.
+        """
+        if not params.constrained:
+            return None
+        self.prepare()
+        key = (params.json_schema, params.regex)
+        if key not in self._compiled:
+            matcher = self._compile(params)
+            if len(self._compiled) == KEPT_MATCHERS:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[key] = matcher
+        return Constraint(self._compiled[key].deep_copy(), frozenset(self._eos))
+
+    def masks(self, constraints: Sequence[Constraint], device: torch.device) -> Tensor | None:
+        """What may come next: int32 ``[C, W]`` for the batch's constrained rows in their order; None without any."""
+        masks = self.window_masks(constraints, [[]] * len(constraints), 1, device)
+        return None if masks is None else masks[:, 0]
+
+    def window_masks(
+        self, constraints: Sequence[Constraint], drafts: Sequence[Sequence[int]], width: int, device: torch.device
+    ) -> Tensor | None:
+        """What may come at each place of a verify window: int32 ``[C, T, W]``.
+
+        Args:
+            constraints: of the batch's constrained rows in their order.
+            drafts: each one's, at most T − 1.
+            width: T.
+            device: where the masks are wanted.
+        """
+        if not constraints:
+            return None
+        masks = torch.full((len(constraints), width, -(-self._vocab_size // 32)), ANY, dtype=torch.int32)
+        for constraint, row, places in zip(constraints, drafts, masks, strict=True):
+            constraint.fill(places, row)
+        return send(masks, device)
+
+    def _compile(self, params: SamplingParams) -> Any:
+        from llguidance import LLMatcher
+
+        name = "json_schema" if params.regex is None else "regex"
+        try:
+            if params.json_schema is not None:
+                grammar = LLMatcher.grammar_from_json_schema(params.json_schema)
+            else:
+                grammar = LLMatcher.grammar_from_regex(params.regex or "")
+            matcher = LLMatcher(self._tokens, grammar, log_level=0)
+            problem = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise InputError(f"{name} does not compile: {one_line(ValueError(problem))}")
+        return matcher
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""

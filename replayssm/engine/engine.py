@@ -1,0 +1,417 @@
+"""The engine: requests in, steps, updates out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Set
+from collections.abc import Sequence as Sequence_
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from replayssm.engine.errors import EngineClosed, QueueFull
+from replayssm.engine.handover import Imported, export_prefix, export_request, import_session
+from replayssm.engine.intake import Intake, Prompt
+from replayssm.engine.launch import Drawn, Launcher, Read
+from replayssm.engine.offline import serve
+from replayssm.engine.options import EngineOptions
+from replayssm.engine.outputs import FinishReason, RequestOutput, Update
+from replayssm.engine.params import SamplingParams
+from replayssm.engine.request import Request, Sequence
+from replayssm.engine.scheduler import STEPS_PER_PRIORITY, Plan
+from replayssm.engine.session import fingerprint
+from replayssm.engine.setup import build
+from replayssm.engine.stats import EngineStats, Tally
+from replayssm.errors import InputError, one_line
+from replayssm.loading import LoadedModel, load_model
+from replayssm.options import LoadOptions
+
+logger = logging.getLogger(__name__)
+
+OnUpdate = Callable[[Update], None]
+
+
+class Engine:
+    """Serves many requests at once with one model.
+
+    Methods are for one thread; :class:`AsyncEngine` runs an engine beside an event loop.
+
+    Args:
+        model: a bundled model's name, a folder in transformers' format, or a loaded model, which then belongs to the
+            engine until :meth:`close`.
+        options: how it is set up.
+        load: how the model is loaded, if it isn't yet.
+        runner: the class that runs the model; tests have one of their own.
+
+    Raises:
+        InputError: the model can't be served, or not with these options.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel,
+        options: EngineOptions | None = None,
+        load: LoadOptions | None = None,
+        *,
+        runner: Any = None,
+    ) -> None:
+        self.options = options or EngineOptions()
+        self.loaded = load_model(model, load) if isinstance(model, str) else model
+        parts = build(self.loaded, self.options, runner)
+        self.plan = parts.plan
+        self.max_context = parts.plan.max_context
+        self.runner, self.pages, self.cache, self.scheduler = parts.runner, parts.pages, parts.cache, parts.scheduler
+        self.intake = Intake(self.loaded, self.runner.vocab_size, self.max_context)
+        self.launcher = Launcher(
+            self.runner, parts.sampler, parts.tables, self.intake.constraints, parts.drafts, self.loaded.eos_token_ids
+        )
+        on_gpu = self.loaded.device != "cpu"
+        wanted = on_gpu if self.options.run_ahead == "auto" else self.options.run_ahead
+        self.run_ahead = wanted and parts.drafts is None  # drafts follow tokens that the host has read
+        self.requests: dict[str, Request] = {}
+        self.closed = False
+        self._arrivals = 0
+        self._pending: list[Update] = []  # that the next step gives
+        self._launched: list[Drawn] = []  # by the last step, not read yet
+        self._tally = Tally()
+        logger.info("%s on %s, %s", self.loaded.name, self.loaded.device, self.plan)
+
+    # Requests
+
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+    ) -> str:
+        """Queue a request.
+
+        Args:
+            prompt: text or token ids.
+            params: how its samples are drawn.
+            request_id: a name that no other request has; None makes one up.
+            priority: from −100 to 100. A point more is worth waiting for `STEPS_PER_PRIORITY` steps.
+
+        Returns:
+            Its name.
+
+        Raises:
+            QueueFull: as many samples wait as may.
+            InputError: the request can't be served; nothing was queued.
+        """
+        request = self.prepare(prompt, params or SamplingParams(), request_id, priority)
+        self.enqueue(request)
+        return request.id
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int) -> Request:
+        """A request that was checked, but isn't queued."""
+        if self.closed:
+            raise EngineClosed("the engine is closed and takes no more requests")
+        if params.n > self.options.max_queue:
+            raise InputError(f"n is {params.n}: at most max_queue = {self.options.max_queue} samples may wait")
+        return self.intake.request(prompt, params, request_id, priority)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request from :meth:`prepare`."""
+        if request.id in self.requests:
+            raise InputError(f"request_id {request.id!r} is that of a request that isn't finished: another is wanted")
+        if not self.has_room_for(request):
+            raise QueueFull(
+                f"{self.scheduler.num_waiting} samples wait already and the request has {request.params.n}: "
+                f"at most max_queue = {self.options.max_queue} may"
+            )
+        self._arrivals += 1
+        request.turn = (self._tally.steps - STEPS_PER_PRIORITY * request.priority, self._arrivals)
+        request.arrived = time.monotonic()
+        self.requests[request.id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether a request's samples may wait."""
+        return self.scheduler.num_waiting + request.params.n <= self.options.max_queue
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; the next step gives an update with finish reason "abort" for each sample that wasn't done.
+
+        Returns:
+            Whether there was such a request.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._tally.cancelled += 1
+        self._end_request(request, "abort")
+        return True
+
+    def drop(self, request_ids: Set[str], later: Sequence_[Update] = ()) -> None:
+        """Cancel requests without a word.
+
+        Args:
+            request_ids: those that are done already are left alone.
+            later: updates of others, for the next step to give.
+        """
+        for request_id in request_ids:
+            self.cancel(request_id)
+        self._pending = [*later, *(update for update in self._pending if update.request_id not in request_ids)]
+
+    def end_all(self, reason: FinishReason, message: str | None = None) -> None:
+        """End all requests; the next step gives their last updates."""
+        for request in list(self.requests.values()):
+            self._end_request(request, reason, message)
+
+    def take_updates(self) -> list[Update]:
+        """What the next step would give without doing anything, to have it before or without that step."""
+        updates, self._pending = self._pending, []
+        return updates
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._pending or self._launched) or self.scheduler.has_work
+
+    def generate(
+        self,
+        prompts: Sequence_[Prompt],
+        params: SamplingParams | Sequence_[SamplingParams] | None = None,
+        *,
+        on_update: OnUpdate | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Serve some prompts and wait for all of them.
+
+        Args:
+            prompts: texts or lists of token ids.
+            params: for all of them, or for each its own.
+            on_update: called with each update as it comes.
+            progress: show a bar on standard error.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            InputError: one of the requests can't be served; none was begun.
+        """
+        if isinstance(prompts, str):
+            raise InputError("prompts is one string: a list of prompts is wanted")
+        each = params if isinstance(params, Sequence_) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise InputError(f"{len(prompts)} prompts and {len(each)} params were given: one for each is wanted")
+        requests = [self.prepare(prompt, one, None, 0) for prompt, one in zip(prompts, each, strict=True)]
+        return serve(self, requests, on_update, progress=progress)
+
+    # Steps
+
+    def step(self) -> list[Update]:
+        """One step: decode what runs, go on with prompts, let waiting requests join.
+
+        Running ahead, the tokens that it returns are those of the step before, which the device has computed while the
+        host got this one ready.
+
+        Raises:
+            Exception: the step failed. All samples that ran end, with updates that the next step gives; the engine can
+                go on.
+        """
+        if self.closed:
+            raise EngineClosed("the engine is closed")
+        updates = self.take_updates()
+        try:
+            updates += self._step()
+        except BaseException as error:
+            self._pending = updates
+            self._fail(error)
+            raise
+        return updates
+
+    def _step(self) -> list[Update]:
+        self._tally.steps += 1
+        updates: list[Update] = []
+        ahead = self.run_ahead and not any(sequence.constraint for sequence in self.scheduler.running)
+        if not ahead:
+            updates += self._read_launched()
+        plan = self.scheduler.plan()
+        launched = self._launch(plan)
+        if plan.empty and not self._launched and not updates and self.scheduler.has_work:
+            raise RuntimeError("the engine stands still: requests wait, and none can run")
+        if not ahead:
+            self._launched = launched
+            launched = []
+        updates += self._read_launched()
+        self._launched = launched
+        for sequence in plan.decode:
+            if self.scheduler.at_snapshot(sequence):
+                self.scheduler.keep(sequence)
+        return updates
+
+    def _launch(self, plan: Plan) -> list[Drawn]:
+        """Everything that the device has to do for a plan."""
+        now = time.monotonic()
+        for sequence in plan.joined:
+            self._joined(sequence.request, now)
+            self.launcher.join(sequence)
+        drawn: list[Drawn] = []
+        for pieces in plan.rounds:
+            if pieces:
+                drawn += self.launcher.prefill(pieces)
+            for piece in pieces:
+                self.scheduler.prefilled(piece)
+                self._tally.prefilled_tokens += piece.end - piece.start
+        if plan.decode:
+            drawn.append(self.launcher.decode(plan.decode, plan.windows))
+        self._tally.batch = len(plan.decode)
+        return drawn
+
+    def _joined(self, request: Request, now: float) -> None:
+        if request.started is None:
+            request.started = now
+            cached = request.cached_tokens or 0
+            self._tally.prompt_tokens += len(request.prompt)
+            self._tally.cached_tokens += cached
+            self._tally.cache_hits += cached > 0
+
+    def _read_launched(self) -> list[Update]:
+        """Take the tokens of the last step that was launched, waiting for them."""
+        launched, self._launched = self._launched, []
+        return [update for drawn in launched for read in drawn.wait() if (update := self._take(read))]
+
+    def _take(self, read: Read) -> Update | None:
+        """Append the tokens of one sequence."""
+        sequence = read.sequence
+        sequence.in_flight -= 1
+        if sequence.finished:
+            return None  # it was, when this step was launched
+        if read.num_drafts is not None:
+            sequence.done += len(read.tokens)
+            self._tally.windows += read.num_drafts > 0
+            self._tally.drafted += read.num_drafts
+            self._tally.accepted += len(read.tokens) - 1
+        request = sequence.request
+        first = len(sequence.tokens) == len(request.prompt)
+        piece = sequence.text.append(read.tokens)
+        tokens = read.tokens[: piece.num_tokens]
+        sequence.tokens += tokens
+        self._tally.generated_tokens += len(tokens)
+        if request.first_token is None:
+            request.first_token = time.monotonic()
+        text, reason, problem = piece.text, piece.finish_reason, None
+        if sequence.constraint is not None:
+            sequence.constraint.advance(tokens)
+            problem = sequence.constraint.error
+            if problem is not None:
+                text, reason = text + sequence.text.finish(), "error"
+        if reason is not None:
+            self._leave(sequence)
+            self._tally.finished += request.finished
+        return Update(
+            request.id,
+            sequence.index,
+            text,
+            tuple(tokens),
+            tuple(read.logprobs[: len(tokens)]),
+            reason,
+            piece.stop_reason,
+            problem,
+            request.cached_tokens if first else None,
+        )
+
+    # Ends
+
+    def _leave(self, sequence: Sequence) -> None:
+        """A sequence is done: give back what it holds."""
+        if sequence.row >= 0:
+            self.launcher.leave(sequence.row)
+        self.scheduler.finish(sequence)
+        request = sequence.request
+        if request.finished:
+            request.ended = time.monotonic()
+            del self.requests[request.id]
+
+    def _end_request(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._pending.append(self._end(sequence, reason, message))
+
+    def _end(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> Update:
+        """End a sequence before its time."""
+        text = sequence.text.finish()
+        self._leave(sequence)
+        return Update(sequence.request.id, sequence.index, text, (), (), reason, None, message)
+
+    def _fail(self, error: BaseException) -> None:
+        """A step broke off: nobody knows what slots and pages hold, so all that ran end, and prefixes are forgotten."""
+        message = f"the engine failed: {type(error).__name__}: {one_line(error)}"
+        self._launched = []
+        for sequence in list(self.scheduler.running):
+            self._pending.append(self._end(sequence, "error", message))
+        if self.cache is not None:
+            self.cache.clear()
+
+    # Sessions
+
+    def export_session(self, what: str | Sequence_[int], path: str | Path) -> int:
+        """Write tokens with their states, keys and values to a file, to go on from in another process.
+
+        Args:
+            what: the name of a request that isn't finished, which goes on here, too; or token ids, of which the prefix
+                cache has a prefix.
+            path: of the safetensors file.
+
+        Returns:
+            How many tokens it holds.
+
+        Raises:
+            InputError: there is nothing to write, or it can't be written.
+        """
+        self._pending += self._read_launched()
+        if isinstance(what, str):
+            return export_request(self, what, path)
+        return export_prefix(self, what, path)
+
+    def import_session(self, path: str | Path, *, request_id: str | None = None) -> Imported:
+        """Take a session in: a request goes on where it was, with new tokens only; a prefix waits in the cache.
+
+        Args:
+            path: of a file that :meth:`export_session` wrote.
+            request_id: a new name for the request; None makes one up.
+
+        Raises:
+            InputError: the file isn't whole, or not of this model and setup, or there is no room; nothing has changed.
+        """
+        return import_session(self, path, request_id)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this engine's model from others."""
+        return fingerprint(self.loaded)
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds. It waits for the device, so don't ask at every step."""
+        pool, scheduler = self.runner.pool, self.scheduler
+        return EngineStats(
+            queued=scheduler.num_waiting,
+            running=len(scheduler.running),
+            preemptions=scheduler.preemptions,
+            pages_total=self.pages.num_pages,
+            pages_free=self.pages.num_free,
+            slots_total=pool.num_slots,
+            slots_free=pool.num_free,
+            snapshots=len(self.cache.recent) if self.cache else 0,
+            evictions=self.cache.evictions if self.cache else 0,
+            counters=pool.counters(),
+            **asdict(self._tally),
+        )
+
+    def close(self) -> None:
+        """Let go of the memory, and give the model back as it was. Requests that aren't done are dropped."""
+        if not self.closed:
+            self.closed = True
+            self.requests.clear()
+            self.runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,127 @@
+"""How an engine is set up, checked without importing torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from replayssm.errors import InputError
+from replayssm.options import BACKENDS, MAX_DRAFT, MAX_RING_LEN, RING_DTYPES, STATE_DTYPES
+
+SPECULATE = ("ngram", "mtp")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine decodes, what memory it may take, and what bounds a step.
+
+    Attributes:
+        ring_len: L, the flush period in tokens.
+        state_dtype: dtype of checkpoints and snapshots.
+        ring_dtype: dtype of the ring's updates, or "auto".
+        backend: of the operators, see :mod:`replayssm.ops`.
+        max_rows: sequences that run at once; None: as many as fit, within reason.
+        max_context: tokens of prompt and output together; None: what the model was made for, as far as memory goes.
+        page_size: tokens of a page of keys and values.
+        memory_bytes: for states, snapshots, pages and the sampler; None: a share of what is free, on a CPU 1 GiB at
+            most.
+        snapshot_share: of that memory, for snapshots; sequences in need take their place.
+        chunk_tokens: the longest piece of one prompt in a step, whole pages.
+        max_step_tokens: tokens of all sequences in a step.
+        snapshot_every: tokens between snapshots of a sequence that decodes, whole pages.
+        prefix_cache: keep prefixes for later requests.
+        replay: False writes the state at every token, as without this package.
+        speculate: None, "ngram" or "mtp".
+        num_draft: tokens drafted ahead.
+        graphs: CUDA graphs for decode steps; "auto" has them on a GPU.
+        batch_invariant: a request's logits are bit-equal whatever shares its batch. Prompts are then cut at multiples
+            of `chunk_tokens` alone, where others' prefixes are taken up, too, and a request runs only when there is
+            room for all that it may become.
+        run_ahead: launch a step before the tokens of the one before are read; "auto" does so on a GPU.
+        max_queue: samples that may wait.
+
+    Raises:
+        InputError: a value out of its range; the message names the option.
+    """
+
+    ring_len: int = 16
+    state_dtype: str = "float32"
+    ring_dtype: str = "auto"
+    backend: str = "auto"
+    max_rows: int | None = None
+    max_context: int | None = None
+    page_size: int = 16
+    memory_bytes: int | None = None
+    snapshot_share: float = 0.3
+    chunk_tokens: int = 512
+    max_step_tokens: int = 2048
+    snapshot_every: int = 256
+    prefix_cache: bool = True
+    replay: bool = True
+    speculate: Literal["ngram", "mtp"] | None = None
+    num_draft: int = 3
+    graphs: Literal["auto"] | bool = "auto"
+    batch_invariant: bool = False
+    run_ahead: Literal["auto"] | bool = "auto"
+    max_queue: int = 4096
+
+    def __post_init__(self) -> None:
+        _integer("ring_len", self.ring_len, 1, MAX_RING_LEN)
+        _one_of("state_dtype", self.state_dtype, STATE_DTYPES)
+        _one_of("ring_dtype", self.ring_dtype, RING_DTYPES)
+        _one_of("backend", self.backend, BACKENDS)
+        for name in ("max_rows", "max_context", "memory_bytes"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1)
+        _integer("page_size", self.page_size, 1, 1024)
+        for name in ("chunk_tokens", "snapshot_every"):
+            _integer(name, getattr(self, name), self.page_size)
+            if getattr(self, name) % self.page_size:
+                raise InputError(
+                    f"{name} is {getattr(self, name)}: a multiple of page_size = {self.page_size} is wanted"
+                )
+        _integer("max_queue", self.max_queue, 1)
+        if not 0 <= self.snapshot_share < 1:
+            raise InputError(f"snapshot_share is {self.snapshot_share}: it must be at least 0 and below 1")
+        for name in ("prefix_cache", "replay", "batch_invariant"):
+            _one_of(name, getattr(self, name), (True, False))
+        for name in ("graphs", "run_ahead"):
+            _one_of(name, getattr(self, name), ("auto", True, False))
+        self._check_speculation()
+        # A step has room for all rows, and for a piece of a prompt.
+        piece = self.chunk_tokens if self.batch_invariant else self.page_size
+        least = (self.max_rows or 1) * self.max_window + piece
+        _integer("max_step_tokens", self.max_step_tokens, least)
+
+    def _check_speculation(self) -> None:
+        _integer("num_draft", self.num_draft, 1, MAX_DRAFT)
+        if self.speculate is None:
+            return
+        _one_of("speculate", self.speculate, SPECULATE)
+        if not self.replay:
+            raise InputError("speculate was given and replay is False: drafts are rolled back by replay, choose one")
+        if self.batch_invariant:
+            raise InputError("speculate and batch_invariant were both given: what is drafted changes a step's sizes")
+
+    @property
+    def flush_period(self) -> int:
+        """Tokens between writes of a state."""
+        return self.ring_len if self.replay else 1
+
+    @property
+    def max_window(self) -> int:
+        """The longest verify window: the last token and the drafts behind it."""
+        return 1 + self.num_draft if self.speculate else 1
+
+
+def _integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} is {value!r}: a whole number is wanted")
+    if value < least or (most is not None and value > most):
+        wanted = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} is {value}: it must be {wanted}")
+
+
+def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise InputError(f"{name} is {value!r}: it must be one of {', '.join(map(str, choices))}")

@@ -1,0 +1,394 @@
+"""Runs the model: prefill, decode and verify over slots and pages, with transformers' own modules.
+
+The model is a transformers model whose recurrent layers and attention function are ours while a forward of the runner
+runs. For the rest of the time, and after :meth:`Runner.close`, it is what it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm import models
+from replayssm.backends.torch.prefill import CHUNK
+from replayssm.engine import flashinfer
+from replayssm.engine.attention import MAX_PARTS, OnHost, PagedAttention, Queries, TorchAttention, TritonAttention
+from replayssm.engine.cache import ATTENTION, ATTRIBUTE, Decode, EngineCache, Prefill, Step, Verify
+from replayssm.engine.forward import Chunk, Forward
+from replayssm.engine.graphs import Graphs
+from replayssm.engine.kv import Pages, attention_layers
+from replayssm.errors import one_line
+from replayssm.loading import LoadedModel
+from replayssm.models.binding import binding_of
+from replayssm.models.support import find_adapters
+from replayssm.models.switch import CACHE_ARGUMENTS
+from replayssm.ops import unavailable_reason
+from replayssm.state import ReplayPool
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """A model with its slots and pages.
+
+    Args:
+        loaded: the model.
+        num_slots: rows and snapshots of the pool.
+        num_pages: of the attention layers; one more is made, which belongs to nobody.
+        page_size: tokens of a page.
+        max_rows: rows of the largest decode.
+        max_pages_per_row: pages of the longest request.
+        ring_len, ring_capacity, max_window, state_dtype, ring_dtype, backend: see :class:`replayssm.ReplayPool`.
+        graphs: decode and verify by CUDA graphs, captured now.
+        batch_invariant: run all decodes with max_rows rows, and prompts one by one, so that matrix products have the
+            same sizes, and with them a request's outputs the same bits, whatever shares the batch.
+
+    Attributes:
+        pool: the slots. Whoever allocates and frees them is the caller.
+        vocab_size: V of the logits.
+        page_size: tokens of a page.
+        graphs: None without.
+
+    Raises:
+        ValueError: the model isn't supported, is served by another runner, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        max_pages_per_row: int,
+        ring_len: int = 16,
+        ring_capacity: int | None = None,
+        max_window: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        ring_dtype: torch.dtype | str = "auto",
+        backend: str = "auto",
+        graphs: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model: Any = loaded.model
+        self._attached = _attachment_points(self.model)
+        self.graphs: Graphs | None = None
+        self.page_size = page_size
+        self.max_rows = max_rows
+        self.batch_invariant = batch_invariant
+        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
+        self.device: torch.device = self.model.device
+        arguments = inspect.signature(self.model.forward).parameters
+        self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in arguments)
+        self._takes_positions = "position_ids" in arguments
+        adapters = find_adapters(self.model)
+        self.pool = ReplayPool(
+            [adapter.spec for adapter in adapters],
+            num_slots,
+            ring_len=ring_len,
+            ring_capacity=ring_capacity,
+            max_window=max_window,
+            state_dtype=state_dtype,
+            activation_dtype=self.model.dtype,
+            ring_dtype=ring_dtype,
+            device=self.device,
+            backend=backend,
+        )
+        self.pages = Pages(attention_layers(self.model), num_pages, page_size, self.device)
+        attention = self._choose_attention()
+        if graphs and isinstance(attention, TorchAttention):
+            raise ValueError(f"graphs were asked for on {self.device}: they want a GPU with Triton")
+        self.cache = EngineCache(adapters, self.pool, self.pages, attention)
+        self._attach(ring_len)
+        if graphs:
+            self.graphs = self._captured(max_pages_per_row)
+
+    @staticmethod
+    def bytes_per(
+        loaded: LoadedModel,
+        *,
+        page_size: int,
+        ring_len: int = 16,
+        ring_capacity: int | None = None,
+        max_window: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        ring_dtype: torch.dtype | str = "auto",
+        **_: Any,
+    ) -> tuple[int, int]:
+        """Bytes of one slot and of one page, from the settings of a runner that needn't be there."""
+        pool = ReplayPool(
+            [adapter.spec for adapter in find_adapters(loaded.model)],
+            1,
+            ring_len=ring_len,
+            ring_capacity=ring_capacity,
+            max_window=max_window,
+            state_dtype=state_dtype,
+            activation_dtype=loaded.model.dtype,
+            ring_dtype=ring_dtype,
+            device="meta",
+            backend="torch",
+        )
+        token = sum(spec.nbytes for spec in attention_layers(loaded.model).values())
+        return pool.bytes_per_slot, page_size * token
+
+    @staticmethod
+    def bytes_fixed(
+        loaded: LoadedModel, *, max_rows: int, max_step_tokens: int, max_window: int = 0, graphs: bool = False, **_: Any
+    ) -> int:
+        """Bytes that forwards take beside slots and pages: a generous estimate.
+
+        Args:
+            loaded: the model.
+            max_rows: rows of the largest decode.
+            max_step_tokens: tokens of the largest prefill.
+            max_window, graphs: as for the runner.
+        """
+        config = loaded.model.config.get_text_config(decoder=True)
+        itemsize, hidden = loaded.model.dtype.itemsize, config.hidden_size
+        vocab = loaded.model.get_output_embeddings().weight.shape[0]
+        outputs = max_rows * max(1, max_window)
+        own, fixed = outputs * (vocab + hidden) * itemsize, outputs * (4 * vocab + hidden * itemsize)
+        heads = getattr(config, "num_attention_heads", None) or 0
+        values = max((spec.value_dim for spec in attention_layers(loaded.model).values()), default=0)
+        attention = MAX_PARTS * outputs * heads * values * 4
+        # Some tensors of all tokens, and those of a recurrent layer in float32.
+        widest = max(getattr(config, "intermediate_size", None) or 0, 4 * hidden)
+        specs = [adapter.spec for adapter in find_adapters(loaded.model)]
+        recurrent = max(s.num_v_heads * (8 * s.head_k_dim + 6 * s.head_v_dim + 4 * CHUNK) * 4 for s in specs)
+        step = max_step_tokens * (16 * widest * itemsize + recurrent)
+        return own + fixed * (2 if graphs else 1) + max(step, attention)
+
+    def page_tensors(self) -> dict[str, Tensor]:
+        """What pages hold, by stable names, the page first; empty for a model without attention."""
+        return self.pages.tensors()
+
+    def close(self) -> None:
+        """Make the model what it was, and free the graphs."""
+        self.graphs = None
+        for module in self._attached:
+            vars(module).pop(ATTRIBUTE, None)
+        if self._attached and self._enabled:
+            models.disable(self.model)
+        self._attached = []
+
+    @torch.no_grad()
+    def prefill(self, chunks: Sequence[Chunk]) -> Forward:
+        """Run parts of prompts; each slot then holds all its tokens in its own checkpoint, with an empty ring.
+
+        A slot may have records in its ring or read a snapshot's checkpoint before.
+
+        Returns:
+            Logits ``[B, V]`` of each chunk's last token, and hidden states ``[total tokens, D]``.
+        """
+        if self.batch_invariant and len(chunks) > 1:
+            parts = [self.prefill([chunk]) for chunk in chunks]
+            return Forward(torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts]))
+        slots = [chunk.slot for chunk in chunks]
+        counts = [len(chunk.tokens) for chunk in chunks]
+        ends = list(accumulate(counts))
+        positions = torch.cat([chunk.start + torch.arange(n) for chunk, n in zip(chunks, counts, strict=True)])
+        rows = torch.arange(len(chunks)).repeat_interleave(torch.tensor(counts))
+        longest = max(len(chunk.pages) for chunk in chunks)
+        table = torch.tensor([[*chunk.pages, *[0] * (longest - len(chunk.pages))] for chunk in chunks])
+        table = table.view(len(chunks), longest)
+        places = self._places(table, rows, positions) if longest else positions
+        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
+        heads = torch.tensor(
+            [[chunk.slot, chunk.start, end - n, n, end - 1] for chunk, n, end in zip(chunks, counts, ends, strict=True)]
+        )
+        ids, positions, places = self._sent(torch.stack([ids, positions, places]))
+        on_device = self._sent(heads.T.contiguous())
+        slot_tensor, lengths, first, num_tokens = on_device[:4].int()
+        on_host = OnHost([chunk.pages for chunk in chunks], [chunk.start for chunk in chunks], counts)
+        queries = Queries(self._sent(table.int()), lengths, first, num_tokens, max(counts), ends[-1], on_host)
+        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
+        step = Prefill(slots, on_device[0], slot_tensor, cu_seqlens, queries, places)
+        logits, hidden = self._forward(step, ids[None], positions[None], logits_to_keep=on_device[4])
+        self.pool.reset_cursors(slots)
+        return Forward(logits[0].float(), hidden[0])
+
+    @torch.no_grad()
+    def decode(self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor) -> Forward:
+        """Append one token to each row, and advance the cursors.
+
+        Args:
+            slots: int32 ``[B]``, negative for a padding row.
+            page_table: int32 ``[B, P]``, each row's pages in order.
+            lengths: int32 ``[B]``, tokens that are there already.
+            tokens: int64 ``[B]``.
+
+        Returns:
+            Logits ``[B, V]`` and hidden states ``[B, D]``. With graphs, the next step overwrites them.
+        """
+        if self.graphs is not None and self.graphs.takes(*page_table.shape):
+            return self.graphs.decode(slots, page_table, lengths, tokens)
+        rows = len(slots)
+        logits, hidden = self.run_decode(*self._padded(slots, page_table, lengths, tokens))
+        return Forward(logits[:rows].float(), hidden[:rows])
+
+    @torch.no_grad()
+    def verify(self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor, num_tokens: Tensor) -> Forward:
+        """Run a window of tokens for each row, of which :meth:`commit` keeps the first ones.
+
+        Args:
+            slots, page_table, lengths: as for :meth:`decode`; pages have room for the whole window.
+            tokens: int64 ``[B, T]``, the last sampled token and drafts behind it.
+            num_tokens: int32 ``[B]``, how many of them each row has; 0 leaves a row untouched.
+
+        Returns:
+            Logits ``[B, T, V]`` and hidden states ``[B, T, D]``, anything for tokens that a row doesn't have. With
+            graphs, the next step overwrites them.
+        """
+        rows, length = tokens.shape
+        if self.graphs is not None and self.graphs.takes(rows, page_table.shape[1], length):
+            return self.graphs.verify(slots, page_table, lengths, tokens, num_tokens)
+        logits, hidden = self.run_verify(*self._padded(slots, page_table, lengths, tokens, num_tokens))
+        return Forward(logits[:rows].float(), hidden[:rows])
+
+    @torch.no_grad()
+    def commit(self, slots: Tensor, num_tokens: Tensor, num_accepted: Tensor) -> None:
+        """Keep the first tokens of the last window.
+
+        Keys and values of the others stay where they are; what comes next is written over them.
+
+        Args:
+            slots, num_tokens: as :meth:`verify` had them.
+            num_accepted: int32 ``[B]``.
+        """
+        if self.graphs is not None and self.graphs.takes(len(slots)):
+            self.graphs.commit(slots, num_tokens, num_accepted)
+        else:
+            self.run_commit(slots, num_tokens, num_accepted)
+
+    def run_decode(self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor) -> Forward:
+        """As :meth:`decode`, with the model's logits; nothing here waits for the device or depends on the rows."""
+        queries, places, positions = self._window(slots, page_table, lengths, (slots >= 0).int(), 1)
+        logits, hidden = self._forward(Decode(slots, queries, places), tokens[:, None], positions)
+        self.pool.advance(slots)
+        return Forward(logits[:, 0], hidden[:, 0])
+
+    def run_verify(
+        self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor, num_tokens: Tensor
+    ) -> Forward:
+        """As :meth:`verify`, with the model's logits; nothing here waits for the device or depends on the rows."""
+        length = tokens.shape[1]
+        used = torch.where(slots >= 0, num_tokens, 0)
+        queries, places, positions = self._window(slots, page_table, lengths, used, length)
+        tokens = torch.where(torch.arange(length, device=self.device) < used[:, None], tokens, 0)
+        return Forward(*self._forward(Verify(slots, used, queries, places), tokens, positions))
+
+    def run_commit(self, slots: Tensor, num_tokens: Tensor, num_accepted: Tensor) -> None:
+        """As :meth:`commit`."""
+        self.pool.commit(slots, num_tokens, num_accepted)
+
+    def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Rows, the slots first, filled up to max_rows if all batches are to have the same size."""
+        missing = self.max_rows - len(tensors[0]) if self.batch_invariant else 0
+        if missing <= 0:
+            return tensors
+        fill = (-1, *[0] * (len(tensors) - 1))
+        padded = (torch.cat([t, t.new_full((missing, *t.shape[1:]), x)]) for t, x in zip(tensors, fill, strict=True))
+        return tuple(padded)
+
+    def _window(
+        self, slots: Tensor, page_table: Tensor, lengths: Tensor, num_tokens: Tensor, length: int
+    ) -> tuple[Queries, Tensor, Tensor]:
+        """Where T tokens of each row are: for attention, in the pages, and in their text (``[B, T]``)."""
+        batch = len(slots)
+        steps = torch.arange(length, dtype=torch.int32, device=self.device)
+        used = steps < num_tokens[:, None]
+        positions = torch.where(used, lengths[:, None] + steps, 0).long()
+        rows = torch.arange(batch, device=self.device)
+        places = positions
+        if page_table.shape[1]:
+            places = torch.where(used, self._places(page_table, rows[:, None], positions), self.pages.nowhere)
+        queries = Queries(page_table, lengths, rows.int() * length, num_tokens, length, batch * length)
+        return queries, places.flatten(), positions
+
+    def _places(self, page_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        page = page_table[rows, positions // self.page_size]
+        return page * self.page_size + positions % self.page_size
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host, on the device, without waiting for what runs there."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def _forward(self, step: Step, ids: Tensor, positions: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states after the final norm, both as the model has them."""
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        arguments[self._cache_argument] = self.cache
+        captured: list[Tensor] = []
+        hook = self.model.get_decoder().register_forward_hook(lambda *given: captured.append(given[-1][0]))
+        try:
+            with self._paged():
+                self.cache.begin(step)
+                logits = self.model(input_ids=ids, use_cache=True, **arguments).logits
+        finally:
+            hook.remove()
+        return logits, captured[0]
+
+    @contextmanager
+    def _paged(self) -> Iterator[None]:
+        """The model's attention layers use our function."""
+        before = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation = ATTENTION
+        try:
+            yield
+        finally:
+            for config, implementation in zip(self._configs, before, strict=True):
+                config._attn_implementation = implementation
+
+    def _choose_attention(self) -> PagedAttention:
+        """The fastest that runs here; of a batch-invariant runner, one that doesn't look at the batch."""
+        if self.device.type != "cuda" or unavailable_reason("triton", self.device) is not None:
+            return TorchAttention(self.page_size)
+        if self.batch_invariant or not flashinfer.is_installed():
+            return TritonAttention(self.device, self.max_rows if self.batch_invariant else 0)
+        return flashinfer.FlashInferAttention(self.device, self.page_size)
+
+    @torch.no_grad()
+    def _captured(self, max_pages: int) -> Graphs | None:
+        """The graphs, or None where the model's own code can't be captured."""
+        try:
+            return Graphs(
+                self,
+                max_rows=self.max_rows,
+                max_window=self.pool.max_window,
+                max_pages=max_pages,
+                device=self.device,
+                only_largest=self.batch_invariant,
+            )
+        except RuntimeError as error:
+            logger.warning("decoding without CUDA graphs, the model can't be captured: %s", one_line(error))
+            return None
+
+    def _attach(self, ring_len: int) -> None:
+        """Lead the model's layers to our cache."""
+        self._configs = list({id(module.config): module.config for module in self._attached}.values())
+        for module in self._attached:
+            setattr(module, ATTRIBUTE, self.cache)
+        self._enabled = binding_of(self.model) is None
+        if self._enabled:
+            models.enable(self.model, ring_len)
+
+
+def _attachment_points(model: Any) -> list[Any]:
+    """The model, and its modules that ask transformers' AttentionInterface for a function.
+
+    Raises:
+        ValueError: another runner has them.
+    """
+    modules = [model, *(m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "config"))]
+    if any(ATTRIBUTE in vars(module) for module in modules):
+        raise ValueError("the model is served by another engine: close that one first, or load the model again")
+    return modules

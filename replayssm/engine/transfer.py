@@ -1,0 +1,55 @@
+"""Copies between host and device that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list, or a list of equally long lists, as a tensor on the device; see :func:`send`."""
+    return send(torch.tensor(values, dtype=dtype), device)
+
+
+def send(held: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device.
+
+    On a GPU it goes through pinned memory of its own, which PyTorch keeps until the copy is done: from pageable memory
+    the host would wait, and from a buffer that is filled again it could overtake the device.
+    """
+    if device.type != "cuda":
+        return held.to(device)
+    return held.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Tensors on their way to the host."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensors and tensors[0].device.type == "cuda":
+            self._copies = [_pinned_copy(tensor) for tensor in tensors]
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            # On a CPU nothing is in flight; the tensor itself may be overwritten by the next step.
+            self._copies = [tensor.clone() for tensor in tensors]
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[Tensor]:
+        """The tensors on the host, once what was queued before them has run."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

@@ -1,0 +1,217 @@
+// The CUDA kernels on a CPU, for tests: a thread of a block is a fibre with a stack of its own, and a fibre that waits
+// for others lets the next one run. Blocks run one after the other, every second one with its threads in reverse, so
+// that a barrier that is missing shows itself.
+#pragma once
+#define REPLAYSSM_EMULATED
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define DEVICE inline
+
+namespace emulated {
+
+constexpr int LANES = 32;
+constexpr size_t STACK = 256 * 1024;
+
+struct Index {
+    int x;
+};
+
+struct Fibre {
+    ucontext_t start;
+    jmp_buf at;
+    bool started = false, finished = false;
+};
+
+// A meeting of some threads, which all wait until the last has come.
+struct Meeting {
+    int wanted = 0, come = 0;
+    unsigned round = 0;
+};
+
+inline Index thread_index, block_index;
+inline std::vector<Fibre> fibres;
+inline std::vector<char> stacks;
+inline std::vector<Meeting> warps;
+inline std::vector<unsigned> board;  // [warps, lanes, 8]: what lanes show each other
+inline Meeting block;
+inline ucontext_t scheduler;
+inline jmp_buf scheduler_at;
+inline void (*body)();
+
+inline void wait_for_others() {
+    if (_setjmp(fibres[thread_index.x].at) == 0) _longjmp(scheduler_at, 1);
+}
+
+inline void meet(Meeting& meeting) {
+    const unsigned round = meeting.round;
+    if (++meeting.come == meeting.wanted) {
+        meeting.come = 0;
+        ++meeting.round;
+        return;
+    }
+    while (meeting.round == round) wait_for_others();
+}
+
+inline unsigned* shown_by(int lane) { return board.data() + (thread_index.x / LANES * LANES + lane) * 8; }
+inline Meeting& warp() { return warps[thread_index.x / LANES]; }
+inline int lane() { return thread_index.x % LANES; }
+
+inline void entry() {
+    body();
+    fibres[thread_index.x].finished = true;
+    _longjmp(scheduler_at, 1);
+}
+
+inline void resume(int thread) {
+    thread_index.x = thread;
+    Fibre& fibre = fibres[thread];
+    if (fibre.started) _longjmp(fibre.at, 1);
+    fibre.started = true;
+    setcontext(&fibre.start);
+}
+
+inline void run_block(int threads, bool reversed) {
+    fibres.assign(threads, Fibre());
+    stacks.resize(threads * STACK);
+    warps.assign(threads / LANES, Meeting());
+    board.assign(threads * 8, 0);
+    for (Meeting& meeting : warps) meeting.wanted = LANES;
+    block = Meeting();
+    block.wanted = threads;
+    for (int i = 0; i < threads; ++i) {
+        ucontext_t& start = fibres[i].start;
+        getcontext(&start);
+        start.uc_stack.ss_sp = stacks.data() + i * STACK;
+        start.uc_stack.ss_size = STACK;
+        start.uc_link = nullptr;
+        makecontext(&start, entry, 0);
+    }
+    volatile int left = threads;
+    volatile int next = 0;
+    while (left > 0) {
+        left = 0;
+        for (next = 0; next < threads; next = next + 1) {
+            const int thread = reversed ? threads - 1 - next : next;
+            if (fibres[thread].finished) continue;
+            left = left + 1;
+            if (_setjmp(scheduler_at) == 0) resume(thread);
+        }
+    }
+}
+
+inline void demand(bool met, const char* what) {
+    if (met) return;
+    std::fprintf(stderr, "emulated kernel: %s\n", what);
+    std::abort();
+}
+
+}  // namespace emulated
+
+#define threadIdx emulated::thread_index
+#define blockIdx emulated::block_index
+
+inline float as_float(unsigned x) {
+    float r;
+    std::memcpy(&r, &x, 4);
+    return r;
+}
+
+inline unsigned as_bits(float x) {
+    unsigned r;
+    std::memcpy(&r, &x, 4);
+    return r;
+}
+
+inline float f16_to_float(unsigned short x) {
+    _Float16 r;
+    std::memcpy(&r, &x, 2);
+    return static_cast<float>(r);
+}
+
+inline unsigned short float_to_f16(float x) {
+    const _Float16 r = static_cast<_Float16>(x);
+    unsigned short bits;
+    std::memcpy(&bits, &r, 2);
+    return bits;
+}
+
+inline unsigned short float_to_bf16(float x) {
+    const unsigned bits = as_bits(x);
+    if (x != x) return 0x7fff;
+    return static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline void sync_block() { emulated::meet(emulated::block); }
+inline void sync_warp() { emulated::meet(emulated::warp()); }
+
+inline int anew(int x) { return x; }
+
+inline float from_lane(float x, int lane) {
+    *emulated::shown_by(emulated::lane()) = as_bits(x);
+    sync_warp();
+    const float found = as_float(*emulated::shown_by(lane % emulated::LANES));
+    sync_warp();
+    return found;
+}
+
+inline float from_lane_xor(float x, int mask) { return from_lane(x, emulated::lane() ^ mask); }
+
+inline float from_lane_after(float x, int distance) {
+    const int lane = emulated::lane() + distance;
+    return from_lane(x, lane < emulated::LANES ? lane : emulated::lane());
+}
+
+// A barrier counts the copies that are done: its word is the number of phases that have ended.
+inline void barrier_init(unsigned long long* barrier) { *barrier = 0; }
+
+inline void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+    const auto aligned = [](const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; };
+    emulated::demand(aligned(to) && aligned(from) && bytes % 16 == 0, "a bulk copy isn't aligned to 16 bytes");
+    std::memcpy(to, from, bytes);
+    ++*barrier;
+}
+
+inline void barrier_wait(unsigned long long* barrier, unsigned phase) {
+    while (*static_cast<volatile unsigned long long*>(barrier) <= phase) emulated::wait_for_others();
+}
+
+struct bf16;
+struct f16;
+
+template <class T> inline float number_in(unsigned word, int half);
+
+template <class T>
+inline void matrix_product(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
+    std::memcpy(emulated::shown_by(emulated::lane()), mine, sizeof(mine));
+    sync_warp();
+    const int row = emulated::lane() / 4;
+    for (int e = 0; e < 4; ++e) {
+        const int column = emulated::lane() % 4 * 2 + e % 2;
+        double sum = c[e];
+        for (int n = 0; n < 16; ++n) {
+            const unsigned* left = emulated::shown_by(row * 4 + n % 8 / 2);
+            const unsigned* right = emulated::shown_by(column * 4 + n % 8 / 2);
+            const unsigned a = left[n / 8 * 2 + e / 2], b = right[4 + n / 8];
+            sum += static_cast<double>(number_in<T>(a, n % 2)) * number_in<T>(b, n % 2);
+        }
+        c[e] = static_cast<float>(sum);
+    }
+    sync_warp();
+}
+
+template <> inline float number_in<bf16>(unsigned word, int half) {
+    return as_float(half ? word & 0xffff0000u : word << 16);
+}
+
+template <> inline float number_in<f16>(unsigned word, int half) {
+    return f16_to_float(static_cast<unsigned short>(half ? word >> 16 : word));
+}

@@ -1,0 +1,229 @@
+"""The CUDA kernels' arithmetic, against the float64 recurrence, on a CPU: blocks of threads are emulated there.
+
+`make test-gpu` runs the tests of the operators with these kernels on a GPU, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import emulated_cuda
+import pytest
+import torch
+from oracle import KINDS, SHAPES, Layer, poison, relative_error
+from torch import Tensor
+
+from replayssm import ReplayPool
+from replayssm.backends.cuda import blocks, decode
+from replayssm.ops.rows import delta_decode_rows, mamba2_decode_rows
+
+_MISSING = emulated_cuda.missing()
+pytestmark = [pytest.mark.skip(reason=_MISSING)] if _MISSING else []
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+KERNELS = [s for s in SHAPES if SHAPES[s][3] in blocks.HEAD_K_DIMS]
+LARGE, SMALL = 1, 1000  # multiprocessors, which decide the size of blocks
+
+
+@pytest.fixture(params=[LARGE, SMALL], ids=["large-blocks", "small-blocks"])
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    emulated_cuda.install(monkeypatch, multiprocessors=request.param)
+    yield request.param
+    decode._plan.cache_clear()
+
+
+def new_pool(layer: Layer, num_slots: int, ring_len: int, **options: object) -> ReplayPool:
+    options = {"activation_dtype": layer.dtype, "backend": "cuda", **options}
+    pool = ReplayPool([layer.spec], num_slots, ring_len=ring_len, **options)
+    poison(pool)
+    return pool
+
+
+def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the blocks that are launched from now on."""
+    launched: list[int] = []
+    kernel = decode.kernel
+
+    def counting(*args: object) -> object:
+        launch = kernel(*args)
+        return lambda count, *rest: (launched.append(count), launch(count, *rest))
+
+    monkeypatch.setattr(decode, "kernel", counting)
+    return launched
+
+
+@pytest.mark.parametrize("shape", KERNELS)
+def test_every_output_and_state_equals_the_recurrence(
+    shape: str, emulated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a padding row, a row that is forced to flush, and a ring that is longer than its flush period."""
+    launched = launches_of(monkeypatch)
+    layer = Layer.named(shape, backend="cuda")
+    pool = new_pool(layer, 3, 3, ring_capacity=4)
+    rows = pool.alloc(2)
+    slots = pool.slot_tensor([rows[1], -1])
+    state = layer.zero_state(2)
+    for step in range(6):
+        inputs = layer.draw(2)
+        force = torch.tensor([step == 4, True]) if step > 2 else None
+        y = layer.decode(inputs, **pool.state_args(0), slots=slots, force_flush=force)
+        pool.advance(slots, force)
+        state, expected = layer.reference(inputs, state)
+        assert relative_error(y[0], expected[0]) < 1e-6
+        assert (y[1] == 0).all()
+        assert relative_error(pool.read_state(0, [rows[1]]), state[:1]) < 1e-6
+    assert pool.write_pos[rows[1]] == 1
+    assert pool.counters()["flushes"] == 2
+    assert pool.fold_args(0)["ring_u"][rows[0]].isnan().all()
+    assert len(launched) == 6
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("state_dtype", [BF16, F16], ids=["statebf16", "state16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_with_a_16_bit_checkpoint_are_exact(
+    kind: str, state_dtype: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output of one step from a random checkpoint and its records: no factor of a product is rounded."""
+    emulated_cuda.install(monkeypatch)
+    layer = Layer(kind, 2, 2, 64, 32, dtype=dtype, backend="cuda")
+    pool = new_pool(layer, 2, 8, state_dtype=state_dtype, ring_dtype=F32)
+    rows = pool.alloc(2)
+    slots = pool.slot_tensor(rows)
+    held = pool.fold_args(0)
+    held["checkpoint"][:] = torch.randn(held["checkpoint"].shape)
+    for _ in range(5):
+        before = pool.read_state(0, rows).double()
+        inputs = layer.draw(2)
+        inputs = {name: x * 1e-3 if name in "qkBC" else x for name, x in inputs.items()}
+        y = layer.decode(inputs, **pool.state_args(0), slots=slots)
+        pool.advance(slots)
+        state, expected = layer.reference(inputs, before)
+        assert relative_error(y, expected) < {F32: 1e-6, BF16: 4e-3, F16: 5e-4}[dtype]
+        assert relative_error(pool.read_state(0, rows), state) < 1e-6
+
+
+@pytest.mark.parametrize("state_dtype", [F32, BF16], ids=["state32", "statebf16"])
+@pytest.mark.parametrize("shape", ["gdn-128x128-ratio2", "kda-bounded-64x64", "mamba2-80x128-groups1"])
+def test_same_row_same_bits_however_a_step_is_cut(
+    shape: str, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Layer.named(shape, dtype=BF16, backend="cuda")
+    steps = [layer.draw(3) for _ in range(6)]
+    results = []
+    for multiprocessors in (LARGE, SMALL):
+        emulated_cuda.install(monkeypatch, multiprocessors=multiprocessors)
+        for batch in ([0], [2, 0, 1]):
+            pool = new_pool(layer, 3, 5, state_dtype=state_dtype)
+            taken = pool.alloc(3)
+            slots = pool.slot_tensor([taken[row] for row in batch])
+            outputs = []
+            for inputs in steps:
+                picked = {name: x[batch] for name, x in inputs.items()}
+                outputs.append(layer.decode(picked, **pool.state_args(0), slots=slots)[batch.index(0)])
+                pool.advance(slots)
+            results.append((torch.stack(outputs), pool.read_state(0, taken[:1])))
+    for outputs, state in results[1:]:
+        assert torch.equal(outputs, results[0][0])
+        assert torch.equal(state, results[0][1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forks_and_snapshots(kind: str, emulated: int) -> None:
+    """Slots that read another's checkpoint, which the copy from their own has to make way for."""
+    results = []
+    for backend in ("cuda", "torch"):
+        layer = Layer(kind, 1, 1, 64, 16, seed=4)
+        pool = new_pool(layer, 6, 3, backend=backend)
+        a, b = pool.alloc(2)
+        outputs: list[Tensor] = []
+
+        def step(*rows: int) -> None:
+            slots = pool.slot_tensor(rows)  # noqa: B023
+            outputs.append(layer.decode(layer.draw(len(rows)), **pool.state_args(0), slots=slots))  # noqa: B023
+            pool.advance(slots)  # noqa: B023
+
+        step(a)
+        step(a, -1, b)
+        kept = pool.snapshot(a)
+        first, second = pool.fork(kept), pool.fork(b)
+        for _ in range(4):
+            step(second, a, first)
+        results.append((torch.cat(outputs), pool.read_state(0, [a, b, first, second, kept])))
+    for mine, expected in zip(*results, strict=True):
+        assert relative_error(mine, expected) < 1e-6
+
+
+def run_rows(kind: str, backend: str) -> list[Tensor]:
+    """Outputs and rings of the operators for callers with records of their own."""
+    layer = Layer(kind, 2, 2, 64, 32, seed=2)
+    spec = layer.spec
+    rings = (torch.zeros(3, 2, 4, 32), torch.zeros(3, 2, 4, 64), torch.zeros(3, 2, 4, *spec.gate_shape))
+    common = {"checkpoint": torch.randn(3, 2, 32, 64, generator=torch.Generator().manual_seed(1)), "backend": backend}
+    outputs = []
+    for step in range(6):
+        x = layer.draw(3)
+        out = torch.full((3, 2, 32), 7.0)
+        where = {
+            "write_pos": torch.tensor([step % 4] * 3, dtype=torch.int32),
+            "slots": torch.tensor([2, -1, 0], dtype=torch.int32),
+            "out": out,
+        }
+        flush = torch.tensor([step % 4 == 3] * 3)
+        if kind == "mamba2":
+            named = dict(zip(("ring_x", "ring_B", "ring_dt"), rings, strict=True)) | {"flush": flush}
+            numbers = {"A": -layer.A_log.exp(), "D": layer.D, "dt_bias": layer.dt_bias, "dt_softplus": True}
+            mamba2_decode_rows(**x, **numbers, **named, **common, **where)
+        else:
+            named = dict(zip(("ring_u", "ring_k", "ring_g"), rings, strict=True)) | {"force_flush": None}
+            numbers = {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "scale": 0.5, "qk_l2norm": True}
+            delta_decode_rows(**x, **numbers, lower_bound=None, **named, **common, **where)
+        outputs.append(out)
+    return [torch.stack(outputs), *rings, common["checkpoint"]]
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2"])
+def test_records_as_other_projects_define_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_cuda.install(monkeypatch)
+    launched = launches_of(monkeypatch)
+    for mine, expected in zip(run_rows(kind, "cuda"), run_rows(kind, "torch"), strict=True):
+        assert relative_error(mine, expected) < 1e-6
+    assert len(launched) == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "d_k", "d_v", "offset"), [("gdn", 32, 32, 0), ("kda", 64, 24, 0), ("mamba2", 64, 32, 1)]
+)
+def test_what_has_no_kernel_runs_on_the_other_backend(
+    kind: str, d_k: int, d_v: int, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dims that no kernel is made for, and slots that don't begin at multiples of 16 bytes."""
+    emulated_cuda.install(monkeypatch)
+    launched = launches_of(monkeypatch)
+    layer = Layer(kind, 1, 1, d_k, d_v, backend="cuda")
+    pool = new_pool(layer, 2, 2)
+    slots = pool.slot_tensor(pool.alloc(2))
+    state_args = pool.state_args(0)
+    numbers = state_args["checkpoint"].numel()
+    state_args["checkpoint"] = torch.zeros(numbers + offset)[offset:].view_as(state_args["checkpoint"])
+    inputs = layer.draw(2)
+    _, expected = layer.reference(inputs, layer.zero_state(2))
+    assert relative_error(layer.decode(inputs, **state_args, slots=slots), expected) < 1e-6
+    assert launched == []
+
+
+@pytest.mark.parametrize("head_v_dim", range(16, 257, 16))
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_blocks_divide_the_heads_of_a_key_head(head_v_dim: int, group: int, state_dtype: torch.dtype) -> None:
+    for channel in (False, True):
+        for head_k_dim in blocks.HEAD_K_DIMS:
+            shape = blocks.Shape(channel, True, head_v_dim, head_k_dim, group, 16, state_dtype)
+            for rows in (100, 10_000, 1_000_000):
+                block = blocks.choose(shape, rows, 132, 227 * 1024)
+                assert block is not None
+                assert head_v_dim % block.rows == 0 or (group * head_v_dim) % block.rows == 0 == block.rows % head_v_dim
+                assert not channel or block.rows <= head_v_dim
+                assert block.rows % block.warps == 0
+                assert block.rows // block.warps in (8, 16, 32)
+                assert block.shared_bytes(shape) <= 227 * 1024
