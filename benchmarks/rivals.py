@@ -1,4 +1,4 @@
-"""Fill a folder with the few files of other projects that `replayssm bench decode` can measure beside ours.
+"""Fill a folder with the few files of other projects that `replayssm bench` can measure beside ours.
 
 Nothing is installed, and nothing of theirs belongs in this repository: keep the folder out of your commits.
 

@@ -14,10 +14,11 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replayssm.bench.report import DecodeTable, operators
+from replayssm.bench import e2e_report, report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,10 +30,14 @@ class TableError(ValueError):
 
 
 def kept(rows: list[dict[str, Any]], wanted: dict[str, str]) -> list[dict[str, Any]]:
-    """Rows with these values. A contender without a ring has no L and stays for every L."""
+    """Rows with these values.
+
+    A contender without a ring has no L and stays for every L; a decode step stays beside windows of every T.
+    """
 
     def fits(row: dict[str, Any], key: str, value: str) -> bool:
-        return str(row[key]) == value or (key == "ring_len" and row[key] is None)
+        stays = key == "window" and row.get("op", "").endswith("_decode")
+        return stays or str(row[key]) == value or (key == "ring_len" and row[key] is None)
 
     for key in wanted:
         if rows and key not in rows[0]:
@@ -50,8 +55,8 @@ def markdown(name: str, wanted: dict[str, str], results: Path = RESULTS) -> str:
     if not rows:
         raise TableError(f"{name} has no rows with {' '.join(f'{k}={v}' for k, v in wanted.items())}")
     parts = []
-    for op in operators(rows):
-        table = DecodeTable(op, rows)
+    made: Sequence[Any] = (e2e_report if result["meta"].get("suite") == "e2e" else report).tables(rows)
+    for table in made:
         lines = [table.header, ["--:"] * len(table.header), *table.lines()]
         parts.append(f"{table.title}:\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     return "\n\n".join(parts) + f"\n\n{origin(result['meta'])}\n"
@@ -61,9 +66,9 @@ def origin(meta: dict[str, Any]) -> str:
     """One line on where the numbers come from."""
     where = meta.get("gpu") or f"{meta['cpu']}, {meta['threads']} threads"
     versions = [f"{name} {meta[name]}" for name in ("torch", "triton", "transformers") if meta.get(name)]
-    beside = [f"{name} {version}" for name, version in meta.get("rivals", {}).items()]
+    beside = [f"{name} {version}" for key in ("rivals", "packages") for name, version in meta.get(key, {}).items()]
     parts = [where, f"read bandwidth {meta['read_tbps']} TB/s", *versions, *beside, meta["date"]]
-    return f"*{', '.join(parts)}; commit {meta['commit'] or 'unknown'}.*"
+    return f"*{', '.join(parts)}; commit {meta.get('commit') or 'unknown'}.*"
 
 
 def filled(text: str, results: Path = RESULTS) -> str:

@@ -6,14 +6,10 @@ from verify_sources import Described
 
 from replayssm.backends.triton import attention
 
-#: lines of query, d_k, d_v, H / H_k: the shapes of released models
+#: lines of query, d_k, d_v, H / H_k: of Qwen3.5 and Kimi-Linear. Smaller heads take fewer registers.
 SHAPES = {
     "decode 256": (4, 256, 256, 4),
-    "window 256": (32, 256, 256, 4),
     "prefill 256": (2048, 256, 256, 4),
-    "prefill 128": (2048, 128, 128, 8),
-    "decode 128": (8, 128, 128, 8),
-    "decode 80": (4, 80, 80, 4),
     "decode latent": (32, 576, 512, 32),
 }
 

@@ -11,30 +11,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from rival_stubs import SMALL, files_in
 
 from benchmarks import rivals as fetch
 from benchmarks import tables
 from replayssm import cli
-from replayssm.bench import decode, report, rival_calls, rivals
+from replayssm.bench import decode, measure, report, rival_calls, rivals
 from replayssm.bench.check import first_step_errors
 from replayssm.bench.contenders import Ours, Prepared
 from replayssm.bench.timing import WARM_UP, time_in_turns
 from replayssm.bench.upstream import Upstream
 from replayssm.bench.workload import KINDS, SHAPES, Workload, num_calls
-from replayssm.state import LayerSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
-SMALL = {
-    "gdn": LayerSpec("head", "delta", 2, 4, 16, 8),
-    "kda": LayerSpec("channel", "delta", 2, 2, 16, 8),
-    "mamba2": LayerSpec("head", "additive", 2, 4, 16, 8),
-}
 
 
 def small(kind: str, batch: int = 3, ring_len: int = 4, state_dtype: torch.dtype = torch.float32) -> Workload:
     calls = num_calls(batch, [ring_len], 1, 1)
     return Workload(kind, SMALL[kind], batch, state_dtype, ring_len, torch.float32, CPU, calls)
+
+
+def gpu_options(kinds, batches, state_dtypes):
+    shared = {"kinds": kinds, "batches": batches, "state_dtypes": state_dtypes}
+    return decode.DecodeOptions(**shared, ring_lens=(16,), device=torch.device("cuda"), replays=3)
+
+
+def measure_at(workload, contenders):
+    return measure.measure([(workload, contender) for contender in contenders], 3, 1e9)
 
 
 # Walks
@@ -54,8 +58,8 @@ def test_a_walk_has_as_many_rows_at_each_phase(batch, ring_lens):
 def test_a_gpu_walk_is_far_larger_than_the_cache():
     for kind in KINDS:
         for batch in (1, 512):
-            options = decode.DecodeOptions((kind,), (batch,), (torch.bfloat16,), (16,), torch.device("cuda"))
-            workload = decode._workload(options, kind, torch.bfloat16, batch, 16)
+            options = gpu_options((kind,), (batch,), (torch.bfloat16,))
+            ((workload, _),) = next(decode.points(options, [Ours("triton")]))
             heads, d_v, d_k = workload.spec.checkpoint_shape
             assert workload.num_slots * heads * d_v * d_k * 2 >= 400e6
             assert workload.calls >= 4
@@ -64,8 +68,8 @@ def test_a_gpu_walk_is_far_larger_than_the_cache():
 def test_bytes_of_a_call_are_checkpoint_flushes_and_records():
     work = Workload("gdn", SHAPES["gdn"], 2, torch.float32, 16, torch.bfloat16, CPU, 8)
     state, record = 32 * 128 * 128 * 4, 32 * 128 * 4 + 16 * 128 * 2 + 32 * 4
-    assert decode.bytes_moved(work, has_ring=True) == 2 * (state * 17 / 16 + record * (7.5 + 15 / 16))
-    assert decode.bytes_moved(work, has_ring=False) == 2 * 2 * state
+    assert work.bytes_moved(has_ring=True) == 2 * (state * 17 / 16 + record * (7.5 + 15 / 16))
+    assert work.bytes_moved(has_ring=False) == 2 * 2 * state
 
 
 # Contenders
@@ -136,7 +140,7 @@ def unwritten_state(prepared):
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_contender_is_reported_and_not_timed(kind, contender):
-    wrong, right = decode.measure(small(kind), [contender, Ours("torch")], 3, 1e9)
+    wrong, right = measure_at(small(kind), [contender, Ours("torch")])
     assert wrong["us"] is None
     assert wrong["error"].startswith("wrong")
     json.dumps(wrong, allow_nan=False)
@@ -148,16 +152,25 @@ def test_a_contender_that_raises_does_not_stop_the_others():
     def fail(_):
         raise RuntimeError("out of\nregisters")
 
-    failed, right = decode.measure(small("gdn"), [Spoiled("fails", fail), Ours("torch")], 3, 1e9)
+    failed, right = measure_at(small("gdn"), [Spoiled("fails", fail), Ours("torch")])
     assert failed["error"] == "RuntimeError: out of registers"
     assert right["us_p10"] <= right["us"] <= right["us_p90"]
 
 
 def test_a_contender_without_a_ring_is_measured_once_for_all_ring_lens():
-    options = decode.DecodeOptions(("gdn",), (2,), (torch.float32,), (4, 2), CPU, 2, shapes=SMALL)
-    points = []
-    result = decode.run(options, [Ours("torch"), Upstream()], lambda result: points.append(len(result["rows"])))
-    assert points == [2, 3]
+    options = decode.DecodeOptions(
+        kinds=("gdn",),
+        batches=(2,),
+        state_dtypes=(torch.float32,),
+        ring_lens=(4, 2),
+        device=CPU,
+        replays=2,
+        shapes=SMALL,
+    )
+    sizes = []
+    points = decode.points(options, [Ours("torch"), Upstream()])
+    result = measure.run(options, points, lambda result: sizes.append(len(result["rows"])))
+    assert sizes == [2, 3]
     assert [(r["contender"], r["ring_len"]) for r in result["rows"]] == [
         ("replayssm/torch", 4), ("transformers/torch", None), ("replayssm/torch", 2),
     ]  # fmt: skip
@@ -197,89 +210,18 @@ def test_the_fastest_launch_setting_is_timed():
         [lambda: torch.zeros(1)], lambda *_: None, None, {n: lambda s=s: Tile(s) for n, s in chosen.items()}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "recorded", record)
-        name, _ = decode._best_setting(small("gdn"), prepared)
+        patch.setattr(measure, "recorded", record)
+        name, _ = measure._best_setting(small("gdn"), prepared)
     assert name == "fast"
     assert tiles == []
 
 
-# Rivals. Their files are not here; small ones with their names and signatures are, around our own operators.
-
-PACKED = """
-from run_rival_tests import packed_decode
-
-def fused_recurrent_gated_delta_rule_packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out,
-                                                   ssm_state_indices, use_qk_l2norm_in_kernel=False):
-    assert a.dim() == 2 and dt_bias.dim() == 1
-    packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, True)
-
-def fused_recurrent_kda_packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices,
-                                      use_qk_l2norm_in_kernel=False, lower_bound=None):
-    from sglang.kernels.ops.attention import kda_packed_decode
-    assert a.dim() == 2 and dt_bias.dim() == 1 and not kda_packed_decode.covered(a, b)
-    packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, True)
-"""
-STATELESS = """
-import contextlib
-import torch
-from run_rival_tests import selective_state_update as update
-from vllm.logger import init_logger
-from vllm.platforms import current_platform
-from vllm.triton_utils import tl, triton
-
-def override_ssm_config(config):
-    assert len(config) == 2
-    return contextlib.nullcontext()
-
-def selective_state_update(state, x, dt, A, B, C, D, dt_bias, z=None, dt_softplus=False, state_batch_indices=None,
-                           null_block_id=0, out=None):
-    assert null_block_id == -1
-    shifted = torch.cat([state[:1], state])  # the function that answers takes slot 0 for padding
-    update(shifted, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices + 1, out)
-    state.copy_(shifted[1:])
-"""
-CONFIG = """
-import contextlib
-
-def override_replayssm_config(kernel, config):
-    assert kernel == "mamba2_output_only" and len(config) == 2
-    return contextlib.nullcontext()
-"""
-LINEAR = "from replayssm.integrations.sglang import fused_recurrent_linear_replayssm_decode\n"
-FORK_GDN = """
-from replayssm.integrations.sglang import fused_recurrent_linear_replayssm_decode as decode
-
-def fused_recurrent_gated_delta_rule_replayssm(*, ssm_state_indices, **arguments):
-    assert (ssm_state_indices > 0).all()  # slot 0 is padding there
-    return decode(**arguments, ssm_state_indices=ssm_state_indices)
-"""
-MAMBA2 = "from replayssm.integrations.vllm import selective_state_update_replayssm_output_only\n"
-SOURCES = {
-    "fla/fused_recurrent.py": PACKED,
-    "linear/fused_recurrent_linear_replayssm.py": LINEAR,
-    "fused_recurrent_replayssm.py": FORK_GDN,
-    "mamba_ssm.py": STATELESS,
-    "replayssm_config.py": CONFIG,
-    "selective_state_update_replayssm_output_only.py": MAMBA2,
-}
-
-
-def forget_rivals():
-    for name in [name for name in sys.modules if name.split(".")[0] in ("sglang", "vllm")]:
-        del sys.modules[name]
+# Rivals
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Every file that the projects need, from :data:`SOURCES` or empty."""
-    for project in rivals.PROJECTS:
-        for name in project.files:
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(next((text for end, text in SOURCES.items() if name.endswith(end)), ""))
-    forget_rivals()
-    yield tmp_path
-    forget_rivals()
+    yield from files_in(tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,7 +270,7 @@ def test_a_rivals_file_that_does_not_import_is_one_error(folder):
     pytest.importorskip("triton")
     (folder / rivals.SGLANG.files[0]).write_text("import a_package_that_is_not_there\n")
     packed = next(c for c in rival_calls.found_in(folder)[0] if c.name == "sglang/packed")
-    (row,) = decode.measure(small("gdn"), [packed], 2, 1e9)
+    (row,) = measure_at(small("gdn"), [packed])
     assert "a_package_that_is_not_there" in row["error"]
 
 
@@ -369,7 +311,7 @@ META = {"gpu": "A GPU", "read_tbps": 4.5, "torch": "2.11", "date": "2026-11-30",
 
 
 def test_a_table_has_ratios_first_and_our_fastest_counts():
-    table = report.DecodeTable("gdn_decode", ROWS)
+    table = report.OperatorTable("gdn_decode", ROWS)
     assert table.header[:6] == ["state", "L", "B", "× peer/replay", "× peer/plain", "roofline"]
     assert table.header[6:] == ["replayssm/cuda µs", "replayssm/triton µs", "peer/replay µs", "peer/plain µs"]
     assert list(table.lines()) == [
@@ -412,7 +354,7 @@ def test_a_mark_without_results_is_refused(results, mark):
 def test_the_documents_tables_are_what_the_results_say():
     assert tables.main(["--check"]) == 0
     text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert len(tables.PLACE.findall(text)) == text.count("<!-- table:") == 2
+    assert len(tables.PLACE.findall(text)) == text.count("<!-- table:") == 3
 
 
 def test_a_number_changed_by_hand_is_found(tmp_path, capsys):
@@ -431,8 +373,8 @@ def test_a_number_changed_by_hand_is_found(tmp_path, capsys):
 @pytest.fixture
 def bench(monkeypatch, capfd):
     """`replayssm bench decode` on small shapes: gives exit code, stdout, stderr."""
-    monkeypatch.setattr(decode, "SHAPES", SMALL)
-    monkeypatch.setattr(decode, "read_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(measure, "SHAPES", SMALL)
+    monkeypatch.setattr(measure, "read_bandwidth", lambda device: 1e10)
 
     def run(*args: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -463,7 +405,7 @@ def test_the_command_prints_a_table_for_each_layer(bench):
 
 
 def test_a_wrong_contender_of_ours_is_exit_code_1(bench, monkeypatch):
-    monkeypatch.setattr(decode, "LARGEST_ERROR", 0.0)
+    monkeypatch.setattr(measure, "LARGEST_ERROR", 0.0)
     code, out, err = bench("--op", "gdn", "--batch", "1", "--ring-len", "2", "--replays", "2")
     assert code == 1
     assert "wrong" in out
@@ -506,10 +448,8 @@ def test_a_missing_gpu_is_said_in_one_line(bench):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_kernels_are_right_and_timed_on_a_gpu(kind):
-    options = decode.DecodeOptions(
-        (kind,), (1, 8), (torch.float32, torch.bfloat16), (16,), torch.device("cuda"), replays=3
-    )
+    options = gpu_options((kind,), (1, 8), (torch.float32, torch.bfloat16))
     contenders, _ = decode.contenders_of(options)
-    rows = decode.run(options, contenders)["rows"]
+    rows = measure.run(options, decode.points(options, contenders))["rows"]
     assert len(rows) == 4 * len(contenders)
     assert all(r["us"] > 0 for r in rows)

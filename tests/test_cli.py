@@ -135,11 +135,11 @@ def test_streamed_text_is_the_text(replayssm):
 
 def test_characters_of_several_tokens_are_streamed_whole():
     loaded = load_model(NAMES[0])
-    from replayssm.cli.generate import _Clock
+    from replayssm.cli.upstream import Clock
 
     text = "naïve – 日本語 🙂 end"
     pieces: list[str] = []
-    clock = _Clock(loaded.tokenizer, 0, pieces.append)
+    clock = Clock(loaded.tokenizer, 0, pieces.append)
     ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"][0]
     for i in range(len(ids)):
         clock.put(ids[i : i + 1])

@@ -294,6 +294,44 @@ def test_a_failing_step_ends_what_ran_and_the_engine_goes_on(ahead, monkeypatch)
     assert_all_is_accounted_for(engine)
 
 
+def test_what_was_read_before_a_step_failed_is_not_lost(monkeypatch):
+    engine = engine_with(run_ahead=True)
+    short = engine.add([1, 2], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    long = engine.add([3, 4], SamplingParams(temperature=0, **LONG))
+    updates = [update for _ in range(3) for update in engine.step()]
+    engine.run_ahead = False  # as when a row joins that needs each token on the host: what is in flight is read first
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "decode", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    updates += [update for updates in run(engine).values() for update in updates]
+    assert [update.finish_reason for update in updates if update.request_id == short] == [None, None, "length"]
+    assert [update.finish_reason for update in updates if update.request_id == long][-1] == "error"
+
+
+def test_a_preempted_sample_whose_token_was_in_flight_when_a_step_failed_is_served_whole(monkeypatch):
+    engine = engine_with(**memory_for(2, 0, 18), run_ahead=True)
+    prompts = [random_prompt(random.Random(i), 20) for i in range(2)]
+    names = [engine.add(prompt, SamplingParams(temperature=0, **LONG)) for prompt in prompts]
+    decode, updates = engine.runner.decode, []
+
+    def fail_after_a_preemption(*args):
+        return 1 / 0 if engine.scheduler.preemptions else decode(*args)
+
+    monkeypatch.setattr(engine.runner, "decode", fail_after_a_preemption)
+    with pytest.raises(ZeroDivisionError):
+        while True:
+            updates += engine.step()
+    monkeypatch.setattr(engine.runner, "decode", decode)
+    while engine.has_work:
+        updates += engine.step()
+    tokens = [token for update in updates if update.request_id == names[1] for token in update.token_ids]
+    assert (
+        tokens
+        == engine_with().generate([prompts[1]], SamplingParams(temperature=0, **LONG))[0].completions[0].token_ids
+    )
+
+
 def test_offline_requests_are_dropped_when_serving_breaks_off():
     engine = engine_with()
 

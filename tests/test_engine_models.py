@@ -9,8 +9,7 @@ import torch
 
 from replayssm.bundled import names
 from replayssm.engine import Engine, EngineOptions, SamplingParams
-from replayssm.engine.runner import Runner
-from replayssm.engine.sampler import Sampler
+from replayssm.engine.setup import needed_bytes
 from replayssm.errors import InputError
 from replayssm.loading import load_model
 from tests.test_engine import assert_all_is_accounted_for, run
@@ -19,6 +18,7 @@ NEW = 18  # a ring of 16 is flushed once
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 TEXT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n\n\n"
 TEXTS = [TEXT + "def ", TEXT + "class Tree:\n    def", "The", TEXT + TEXT[:40]]
+FIRST_BY_DEFAULT = [names()[0], *(pytest.param(name, marks=pytest.mark.thorough) for name in names()[1:])]
 SMALL = {"chunk_tokens": 32, "max_step_tokens": 80, "snapshot_every": 16}
 
 
@@ -39,17 +39,16 @@ def tokens_of(engine, prompts, params=GREEDY):
 
 
 def few_pages(loaded, pages):
-    """Memory for four rows, no snapshots and so many pages."""
-    slot, page = Runner.bytes_per(loaded, page_size=16)
-    vocab_size = loaded.model.config.get_text_config().vocab_size
-    memory = 4 * slot + pages * page + Sampler.max_bytes(vocab_size, 4)
-    return {"max_rows": 4, "memory_bytes": memory, "snapshot_share": 0.0}
+    """Memory for four rows, no snapshots and so many pages of 16 tokens."""
+    options = {"max_rows": 4, "max_context": pages * 4, "snapshot_share": 0.0}  # for each row a fourth of the pages
+    memory = needed_bytes(loaded, EngineOptions(**options, **SMALL))
+    return options | {"max_context": pages * 16, "memory_bytes": memory}
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="plain"),
+        pytest.param({}, id="plain", marks=pytest.mark.thorough),
         pytest.param(SMALL | {"run_ahead": True}, id="chunks-ahead"),
         pytest.param(SMALL | {"speculate": "ngram"}, id="speculating"),
         pytest.param(SMALL | {"prefix_cache": False}, id="no-cache", marks=pytest.mark.thorough),
@@ -63,6 +62,21 @@ def test_greedy_tokens_are_those_of_transformers(model, options):
         assert tokens_of(engine, prompts) == expected
         assert tokens_of(engine, prompts[::-1]) == expected[::-1]  # from the cache, where there is one
         assert_all_is_accounted_for(engine)
+
+
+@pytest.mark.parametrize("model", FIRST_BY_DEFAULT, indirect=True)
+def test_batch_invariant_logprobs_are_bit_equal_whatever_shares_the_batch(model):
+    loaded, prompts, _ = model
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+    options = EngineOptions(max_rows=4, batch_invariant=True, **SMALL)
+    with Engine(loaded, options) as engine:
+        together = engine.generate(prompts, params)
+        again = engine.generate(prompts[::-1], params)[::-1]  # their prefixes are in the cache now
+        assert sum(output.cached_tokens for output in again) > 0
+    for prompt, first, second in zip(prompts, together, again, strict=True):
+        with Engine(loaded, options) as engine:
+            alone = engine.generate([prompt], params)[0]
+        assert first.completions == second.completions == alone.completions
 
 
 def test_a_models_own_head_drafts_for_rows_that_come_and_go(model):
@@ -79,6 +93,7 @@ def test_a_models_own_head_drafts_for_rows_that_come_and_go(model):
         assert_all_is_accounted_for(engine)
 
 
+@pytest.mark.parametrize("model", FIRST_BY_DEFAULT, indirect=True)
 def test_neighbours_that_are_preempted_or_cancelled_change_no_token(model):
     loaded, prompts, expected = model
     pages = max(-(-(len(prompt) + NEW) // 16) for prompt in prompts)
@@ -96,7 +111,7 @@ def test_neighbours_that_are_preempted_or_cancelled_change_no_token(model):
         assert_all_is_accounted_for(engine)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("model", FIRST_BY_DEFAULT, indirect=True)
 def test_the_second_of_two_long_prompts_computes_its_tail_only(model):
     loaded, prompts, _ = model
     rng = random.Random(0)
@@ -127,7 +142,7 @@ print(engine.stats().prefilled_tokens, *tokens)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [names()[0], *(pytest.param(n, marks=pytest.mark.thorough) for n in names()[1:])])
+@pytest.mark.parametrize("name", FIRST_BY_DEFAULT)
 def test_an_exported_request_goes_on_in_a_new_process(name, tmp_path):
     with Engine(name, EngineOptions(max_rows=2)) as engine:
         request = engine.add(TEXT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))

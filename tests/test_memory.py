@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from replayssm.engine import memory
+from replayssm.engine import memory, setup
 from replayssm.engine.engine import Engine
 from replayssm.engine.memory import CPU_BYTES, Costs, budget_bytes, plan_memory
 from replayssm.engine.options import EngineOptions
@@ -68,10 +68,10 @@ def test_rows_leave_a_step_room_for_a_prompt():
 
 def test_a_cpu_takes_a_share_of_what_is_free(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 100 * MIB)
-    assert budget_bytes(EngineOptions(), "cpu", 0) == 25 * MIB
+    assert budget_bytes(EngineOptions(), "cpu") == 25 * MIB
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**40)
-    assert budget_bytes(EngineOptions(), "cpu", 0) == CPU_BYTES
-    assert budget_bytes(EngineOptions(memory_bytes=5), "cpu", 0) == 5
+    assert budget_bytes(EngineOptions(), "cpu") == CPU_BYTES
+    assert budget_bytes(EngineOptions(memory_bytes=5), "cpu") == 5
 
 
 def test_a_container_bounds_what_is_free(monkeypatch, tmp_path):
@@ -129,3 +129,18 @@ def test_a_runner_that_refuses_is_told_as_the_users_input():
 
     with pytest.raises(InputError, match="the engine can't be set up: no such layers here"):
         Engine(token_model(), runner=Picky)
+
+
+def test_what_fails_behind_the_runner_gives_the_model_back(monkeypatch):
+    made = []
+
+    class Noted(TokenRunner):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            made.append(self)
+
+    monkeypatch.setattr(setup, "Sampler", lambda *_: 1 / 0)
+    monkeypatch.setattr(setup.Sampler, "max_bytes", lambda *_: 0, raising=False)
+    with pytest.raises(ZeroDivisionError):
+        Engine(token_model(), runner=Noted)
+    assert made[0].closed

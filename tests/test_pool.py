@@ -213,6 +213,19 @@ def test_freeing_the_last_fork_gives_the_freed_snapshot_back() -> None:
     assert pool.num_free == 2
 
 
+def test_a_fork_that_got_a_state_of_its_own_gives_the_freed_snapshot_back() -> None:
+    pool = new_pool(3)
+    (source,) = pool.alloc()
+    kept = pool.snapshot(source)
+    fork = pool.fork(kept)
+    assert pool.has_readers(kept)
+    pool.reset_cursors([fork])  # as after a prefill
+    assert not pool.has_readers(kept)
+    pool.free(kept)
+    assert pool.num_free == 1
+    assert not pool.has_readers(source)
+
+
 def test_snapshots_and_materialize_do_not_disturb_their_source() -> None:
     """Bits, ring and flush cadence of the source are those of a run without snapshots."""
     results = []

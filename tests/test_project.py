@@ -19,7 +19,7 @@ PACKAGE = ROOT / "replayssm"
 BASE = ("errors", "options", "bundled", "loading")
 LAYERS = (*BASE, "recurrence", "backends", "ops", "state", "models", "speculate", "engine", "server")
 INTEGRATIONS_MAY_USE = {"ops", "state", "integrations"}
-BENCH_MAY_USE = {"", "recurrence", "ops", "state", "bench"}
+BENCH_MAY_USE = {"", *BASE, "recurrence", "ops", "state", "models", "engine", "bench"}
 
 
 def imported_parts(source: str, module: str, is_package: bool) -> Iterator[str]:

@@ -117,6 +117,10 @@ class TokenRunner:
     def bytes_per(loaded, **settings):
         return SLOT_BYTES, PAGE_BYTES
 
+    @staticmethod
+    def bytes_fixed(loaded, **settings):
+        return 0
+
     def prefill(self, chunks):
         assert chunks
         assert len({chunk.slot for chunk in chunks}) == len(chunks)

@@ -48,10 +48,13 @@ def _expected(workload: Workload, prepared: Prepared, call: int, rows: Tensor) -
         return y, state, torch.arange(len(rows), device=rows.device)
     cursors = workload.cursors()[call][rows]
     u, k, g = prepared.records(call, rows)
-    outputs = torch.empty(checkpoint.shape[:3], device=rows.device, dtype=torch.float64)
-    states = torch.empty(checkpoint.shape, device=rows.device, dtype=torch.float64)
+    order, outputs, states = [], [], []
     for cursor in cursors.unique().tolist():
         same = (cursors == cursor).nonzero()[:, 0]
         committed = (u[same, :, :cursor], k[same, :, :cursor], g[same, :, :cursor])
-        outputs[same], states[same] = workload.expected(rows[same], checkpoint[same], committed)
-    return outputs, states, (cursors == workload.ring_len - 1).nonzero()[:, 0]
+        y, state = workload.expected(rows[same], checkpoint[same], committed)
+        order.append(same)
+        outputs.append(y)
+        states.append(state)
+    back = torch.cat(order).argsort()
+    return torch.cat(outputs)[back], torch.cat(states)[back], workload.flushes(cursors).nonzero()[:, 0]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,20 +23,21 @@ class Prepared:
     """A contender's tensors for one workload, and what reads them.
 
     Args:
-        steps: one function per call of the walk; gives the output ``[B, H_v, d_v]``.
+        steps: one function per call of the walk; gives the output, ``[B, H_v, d_v]`` or, of a window,
+            ``[B, T, H_v, d_v]``.
         state: ``(call, rows)`` to what is stored as state of these rows, ``[R, H_v, d_v, d_k]``.
-        records: ``(call, rows)`` to all L ring rows ``(u, k, g)``, or None for a contender without a ring.
+        records: ``(call, rows)`` to all ring rows ``(u, k, g)``, or None for a contender without a ring.
         settings: launch settings to choose from by time, each a context in which the calls are made.
     """
 
-    steps: list[Callable[[], Tensor]]
+    steps: Sequence[Callable[[], Tensor]]
     state: Callable[[int, Tensor], Tensor]
     records: Callable[[int, Tensor], Records] | None
     settings: Mapping[str, Setting] = field(default_factory=lambda: {"": nullcontext})
 
 
 class Contender(Protocol):
-    """One way to make a decode step."""
+    """One way to make a decode step, or to run a verify window."""
 
     @property
     def name(self) -> str: ...
@@ -70,6 +71,7 @@ class Ours:
             [workload.spec],
             workload.num_slots,
             ring_len=workload.ring_len,
+            ring_capacity=workload.ring_rows,
             state_dtype=workload.state_dtype,
             activation_dtype=workload.activation_dtype,
             device=workload.device,
@@ -82,8 +84,8 @@ class Ours:
             held[name].copy_(values)
         pool.write_pos.copy_(workload.cursors().flatten())
         batches = [pool.slot_tensor(numbers[i : i + workload.batch]) for i in range(0, len(numbers), workload.batch)]
-        operator = getattr(ops, f"{workload.kind}_decode")
-        arguments = {**workload.inputs(), **workload.parameters(), **pool.state_args(0)}
+        operator = getattr(ops, workload.op)
+        arguments = {**workload.inputs(), **workload.parameters(), **self._of_pool(workload, pool)}
 
         def step(slots: Tensor) -> Callable[[], Tensor]:
             return lambda: operator(**arguments, slots=slots)
@@ -95,3 +97,14 @@ class Ours:
         return Prepared(
             [step(slots) for slots in batches], lambda call, rows: held["checkpoint"][batches[call][rows]], records
         )
+
+    def _of_pool(self, workload: Workload, pool: ReplayPool) -> dict[str, Any]:  # noqa: ARG002
+        return pool.state_args(0)
+
+
+class OurWindows(Ours):
+    """Our verify operators with one of the backends, every row with all its tokens."""
+
+    def _of_pool(self, workload: Workload, pool: ReplayPool) -> dict[str, Any]:
+        tokens = torch.full((workload.batch,), workload.window, dtype=torch.int32, device=workload.device)
+        return {**pool.verify_args(0), "num_tokens": tokens}

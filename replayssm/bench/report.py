@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+Point = tuple[int, str, int]  # batch, state dtype, L
 #: Ours, best first: what rivals are compared with.
 OURS = ("replayssm/cuda", "replayssm/triton", "replayssm/cpu", "replayssm/torch")
-OP_NAMES = {"gdn_decode": "Gated DeltaNet", "kda_decode": "Kimi Delta Attention", "mamba2_decode": "Mamba-2"}
+LAYER_NAMES = {"gdn": "Gated DeltaNet", "kda": "Kimi Delta Attention", "mamba2": "Mamba-2"}
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -21,13 +22,21 @@ def write(result: dict[str, Any], path: Path) -> None:
     path.write_text(f'{{"meta": {json.dumps(result["meta"])},\n "rows": [\n{lines}\n]}}\n')
 
 
-class DecodeTable:
+class OperatorTable:
     """Cells of one operator's table, for a terminal and for a document alike.
 
-    A line per state dtype, L and batch; contenders without a ring stand in the lines of every L.
+    A line per state dtype, L, T (of verify windows) and batch; contenders without a ring stand in the lines of every L.
+    Windows stand beside decode steps of the same run, if it has any.
     """
 
     def __init__(self, op: str, rows: list[Row]) -> None:
+        self.kind, _, what = op.rpartition("_")
+        self.has_windows = what == "verify"
+        self._decode_us: dict[Point, float] = {}
+        for row in rows:
+            if self.has_windows and row["op"] == f"{self.kind}_decode" and row["us"]:
+                point = _point(row)
+                self._decode_us[point] = min(row["us"], self._decode_us.get(point, row["us"]))
         rows = [row for row in rows if row["op"] == op]
         self.op = op
         self.rows = rows
@@ -35,32 +44,44 @@ class DecodeTable:
         names: list[str] = list(dict.fromkeys(row["contender"] for row in rows))
         self.ours = [name for name in OURS if name in names]
         self.rivals = [name for name in names if name not in OURS]
-        self._at = {(r["contender"], r["batch"], r["state_dtype"], r["ring_len"]): r for r in rows}
+        self._at: dict[tuple[object, ...], Row] = {(r["contender"], *_point(r), r["window"]): r for r in rows}
 
     @property
     def title(self) -> str:
-        return f"{OP_NAMES.get(self.op, self.op)}, {self.shape}"
+        return f"{LAYER_NAMES.get(self.kind, self.op)}, {self.shape}"
 
     @property
     def header(self) -> list[str]:
         ratios = [f"× {name}" for name in self.rivals]
         times = [f"{name} µs" for name in (*self.ours, *self.rivals)]
-        return ["state", "L", "B", *ratios, "roofline", *times]
+        tokens = ["T"] if self.has_windows else []
+        decode = ["/ decode"] if self._decode_us else []
+        return ["state", "L", *tokens, "B", *ratios, *decode, "roofline", *times]
 
     def lines(self) -> Iterator[list[str]]:
         """Rows of cells. A ratio above 1 says that ours takes less time; roofline is ours against the memory's."""
-        keys = {(r["state_dtype"], r["ring_len"], r["batch"]) for r in self.rows if r["contender"] in self.ours}
+        keys = {(*_point(r), r["window"]) for r in self.rows if r["contender"] in self.ours}
         dtypes = list(dict.fromkeys(r["state_dtype"] for r in self.rows))
-        for dtype, ring_len, batch in sorted(keys, key=lambda key: (dtypes.index(key[0]), *key[1:])):
-            found = {name: self._find(name, batch, dtype, ring_len) for name in [*self.ours, *self.rivals]}
+        for key in sorted(keys, key=lambda key: (dtypes.index(key[1]), key[2], key[3], key[0])):
+            batch, dtype, ring_len, window = key
+            found = {name: self._find(name, key) for name in [*self.ours, *self.rivals]}
             best = self._best(found)
             ratios = [self._ratio(best, found[name]) for name in self.rivals]
-            share = f"{best['roofline_us'] / best['us']:.2f}" if best else "–"
+            share = f"{best['roofline_us'] / best['us']:.2f}" if best and "roofline_us" in best else "–"
             times = [self._time(found[name]) for name in [*self.ours, *self.rivals]]
-            yield [SHORT_DTYPES.get(str(dtype), str(dtype)), str(ring_len), str(batch), *ratios, share, *times]
+            tokens = [str(window)] if self.has_windows else []
+            decode = [self._per_decode(best, key[:3])] if self._decode_us else []
+            where = [SHORT_DTYPES.get(dtype, dtype), str(ring_len), *tokens, str(batch)]
+            yield [*where, *ratios, *decode, share, *times]
 
-    def _find(self, name: str, batch: int, dtype: str, ring_len: int) -> Row | None:
-        return self._at.get((name, batch, dtype, ring_len), self._at.get((name, batch, dtype, None)))
+    def _find(self, name: str, key: tuple[int, str, int, int]) -> Row | None:
+        batch, dtype, _, window = key
+        return self._at.get((name, *key), self._at.get((name, batch, dtype, None, window)))
+
+    def _per_decode(self, best: Row | None, point: Point) -> str:
+        """How many times our fastest decode step a window takes."""
+        decode = self._decode_us.get(point)
+        return f"{best['us'] / decode:.2f}" if best and decode else "–"
 
     def _best(self, found: dict[str, Row | None]) -> Row | None:
         timed = [row for name in self.ours if (row := found[name]) is not None and row["us"]]
@@ -77,9 +98,15 @@ class DecodeTable:
         return f"{row['us']:.1f}" if row["us"] else str(row.get("error", "not timed")).partition(":")[0]
 
 
-def operators(rows: list[Row]) -> list[str]:
-    """Operators in the order in which they were measured."""
-    return list(dict.fromkeys(row["op"] for row in rows))
+def _point(row: Row) -> Point:
+    return row["batch"], row["state_dtype"], row["ring_len"]
+
+
+def tables(rows: list[Row]) -> list[OperatorTable]:
+    """One for each operator, in the order of the rows. Decode steps beside windows are in the windows' table."""
+    names = list(dict.fromkeys(row["op"] for row in rows))
+    beside = {name.replace("_verify", "_decode") for name in names if name.endswith("_verify")}
+    return [OperatorTable(name, rows) for name in names if name not in beside]
 
 
 def failures(rows: list[Row]) -> Iterator[str]:
@@ -87,4 +114,5 @@ def failures(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         if "error" in row:
             ring = f" L={row['ring_len']}" if row["ring_len"] else ""
-            yield f"{row['contender']} {row['op']} {row['state_dtype']} B={row['batch']}{ring}: {row['error']}"
+            tokens = f" T={row['window']}" if row["window"] > 1 else ""
+            yield f"{row['contender']} {row['op']} {row['state_dtype']} B={row['batch']}{ring}{tokens}: {row['error']}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +34,19 @@ class Rival:
         return self.prepare_from(self.folder, workload)
 
 
-def found_in(folder: Path | None) -> tuple[list[Contender], list[str]]:
-    """Contenders whose files are there, and for each project that is not a line on how to get it."""
+Offers = Sequence[tuple[rivals.Project, tuple[Rival, ...]]]
+
+
+def found_in(folder: Path | None, offers: Offers | None = None) -> tuple[list[Contender], list[str]]:
+    """Contenders whose files are there, and for each project that is not a line on how to get it.
+
+    Args:
+        folder: of the rivals' files, or None.
+        offers: the functions of each project; default: those that decode.
+    """
     contenders: list[Contender] = []
     notes = []
-    for project, functions in ((rivals.SGLANG, _SGLANG), (rivals.VLLM_FORK, _VLLM)):
+    for project, functions in _DECODE if offers is None else offers:
         missing = project.files if folder is None else project.missing(folder)
         if folder is not None and not missing:
             contenders += [replace(rival, folder=folder) for rival in functions]
@@ -175,7 +183,7 @@ STATELESS_TILES = ((4, 1), (8, 1), (16, 1), (16, 2), (32, 4))
 REPLAY_TILES = ((8, 1), (32, 1), (32, 2))
 
 
-def _tiles(override: Callable[[tuple[int, int]], Any], tiles: tuple[tuple[int, int], ...]) -> dict[str, Setting]:
+def tiles(override: Callable[[tuple[int, int]], Any], tiles: tuple[tuple[int, int], ...]) -> dict[str, Setting]:
     pinned: dict[str, Setting] = {f"rows {m}, warps {w}": partial(override, (m, w)) for m, w in tiles}
     return {"its own": nullcontext, **pinned}
 
@@ -191,7 +199,7 @@ def _vllm_stateless(folder: Path, workload: Workload) -> Prepared:
 
         return run
 
-    settings = _tiles(module.override_ssm_config, STATELESS_TILES)
+    settings = tiles(module.override_ssm_config, STATELESS_TILES)
     steps = [step(slots) for slots in workload.slots()]
     return Prepared(steps, _rows_of(shared["state"], workload), None, settings)
 
@@ -225,17 +233,18 @@ def _vllm_mamba2_replay(folder: Path, workload: Workload) -> Prepared:
         return u, ring["B_cache"][slots], sizes * workload.parameters()["A"][:, None]
 
     steps = [step(call, slots) for call, slots in enumerate(workload.slots())]
-    settings = _tiles(partial(config.override_replayssm_config, "mamba2_output_only"), REPLAY_TILES)
+    settings = tiles(partial(config.override_replayssm_config, "mamba2_output_only"), REPLAY_TILES)
     return Prepared(steps, _rows_of(shared["state"], workload), records, settings)
 
 
-_NOWHERE = Path()
+NOWHERE = Path()
 _SGLANG = (
-    Rival("sglang/replay", True, ("gdn", "kda"), _NOWHERE, _sglang_replay),
-    Rival("sglang/packed", False, ("gdn", "kda"), _NOWHERE, _sglang_packed),
+    Rival("sglang/replay", True, ("gdn", "kda"), NOWHERE, _sglang_replay),
+    Rival("sglang/packed", False, ("gdn", "kda"), NOWHERE, _sglang_packed),
 )
 _VLLM = (
-    Rival("vllm-fork/replay", True, ("gdn",), _NOWHERE, _vllm_gdn_replay),
-    Rival("vllm-fork/replay", True, ("mamba2",), _NOWHERE, _vllm_mamba2_replay),
-    Rival("vllm-fork/stateless", False, ("mamba2",), _NOWHERE, _vllm_stateless),
+    Rival("vllm-fork/replay", True, ("gdn",), NOWHERE, _vllm_gdn_replay),
+    Rival("vllm-fork/replay", True, ("mamba2",), NOWHERE, _vllm_mamba2_replay),
+    Rival("vllm-fork/stateless", False, ("mamba2",), NOWHERE, _vllm_stateless),
 )
+_DECODE: Offers = ((rivals.SGLANG, _SGLANG), (rivals.VLLM_FORK, _VLLM))

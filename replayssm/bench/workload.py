@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from replayssm import recurrence
-from replayssm.state import LayerSpec
+from replayssm.state import LayerBytes, LayerSpec, StateDtypes, layer_bytes
 
 KINDS = ("gdn", "kda", "mamba2")
 
@@ -57,6 +57,45 @@ class Workload:
     def num_slots(self) -> int:
         return self.calls * self.batch
 
+    @property
+    def op(self) -> str:
+        """The operator that is measured."""
+        return f"{self.kind}_decode"
+
+    @property
+    def window(self) -> int:
+        """Tokens of a row in one call."""
+        return 1
+
+    @property
+    def ring_rows(self) -> int:
+        return self.ring_len
+
+    @property
+    def leading_shape(self) -> tuple[int, ...]:
+        """What stands before the heads in the inputs."""
+        return (self.batch,)
+
+    def flushes(self, cursors: Tensor) -> Tensor:
+        """Whether a row at such a cursor writes its state."""
+        return cursors == self.ring_len - 1
+
+    def bytes_moved(self, has_ring: bool) -> float:
+        """Bytes that a call can't avoid.
+
+        With a ring: the checkpoint read, its share of flushes written, records read on average, one appended; the
+        records as our rings hold them. Without: the state read and written.
+        """
+        size, ring_len = self._slot_bytes(), self.ring_len
+        if not has_ring:
+            return self.batch * 2.0 * size.checkpoint
+        records = (ring_len - 1) / 2 + (ring_len - 1) / ring_len
+        return self.batch * (size.checkpoint * (1 + 1 / ring_len) + size.record * records)
+
+    def _slot_bytes(self) -> LayerBytes:
+        dtypes = StateDtypes.choose(self.state_dtype, self.activation_dtype, "auto")
+        return layer_bytes(self.spec, dtypes, self.ring_rows)
+
     def cursors(self) -> Tensor:
         """``[calls, B]`` int32."""
         numbers = torch.arange(self.num_slots, device=self.device)
@@ -67,11 +106,11 @@ class Workload:
         return torch.arange(self.num_slots, device=self.device, dtype=torch.int32).view(self.calls, self.batch)
 
     def inputs(self) -> dict[str, Tensor]:
-        """Projections of one token for each row, named as the operators name them."""
+        """Projections of each row's tokens, named as the operators name them."""
         spec, rng = self.spec, self._generator(1)
 
         def new(*shape: int) -> Tensor:
-            x = torch.randn(self.batch, *shape, device=self.device, generator=rng)
+            x = torch.randn(*self.leading_shape, *shape, device=self.device, generator=rng)
             return x.to(self.activation_dtype)
 
         h_k, h_v, d_k, d_v = spec.num_k_heads, spec.num_v_heads, spec.head_k_dim, spec.head_v_dim
@@ -96,8 +135,8 @@ class Workload:
         return new.normal_(generator=self._generator(2))
 
     def records(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Float32 records of all L ring rows: u ``[N, H_v, L, d_v]``, unit keys ``[N, H_k, L, d_k]``, log decays."""
-        spec, rows, rng = self.spec, (self.num_slots, self.ring_len), self._generator(3)
+        """Float32 records of all R ring rows: u ``[N, H_v, R, d_v]``, unit keys ``[N, H_k, R, d_k]``, log decays."""
+        spec, rows, rng = self.spec, (self.num_slots, self.ring_rows), self._generator(3)
 
         def new(heads: int, *dims: int) -> Tensor:
             return torch.empty(rows[0], heads, rows[1], *dims, device=self.device)
@@ -118,11 +157,11 @@ class Workload:
             records: the committed records ``(u, k, g)`` of these rows, or None where there is no ring.
         """
         inputs = {name: x[rows].double() for name, x in self.inputs().items()}
+        return self._step(_folded(checkpoint, records), inputs)
+
+    def _step(self, state: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """One token of each row: output and state."""
         parameters = {name: x.double() for name, x in self.parameters().items()}
-        state = checkpoint.double()
-        if records is not None:
-            u, k, g = (x.double() for x in records)
-            state = recurrence.fold(state, u, k, g)
         if self.kind == "mamba2":
             delta = recurrence.mamba2_time_step(inputs["dt"], parameters["dt_bias"])
             update, decay = delta[..., None] * inputs["x"], delta * parameters["A"]
@@ -137,3 +176,73 @@ class Workload:
 
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class WindowWorkload(Workload):
+    """The same walk in verify windows of ``tokens`` tokens, a divisor of L, all of which were accepted before.
+
+    Rings have R = L + T − 1 rows, so a window folds once L records are committed. Slot n stands at cursor
+    ``(n mod L/T + 1) T``: those are the cursors that a chain of accepted windows comes to, T/L of them fold.
+    """
+
+    tokens: int
+
+    @property
+    def op(self) -> str:
+        return f"{self.kind}_verify"
+
+    @property
+    def window(self) -> int:
+        return self.tokens
+
+    @property
+    def ring_rows(self) -> int:
+        return self.ring_len + self.tokens - 1
+
+    @property
+    def leading_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.tokens)
+
+    def flushes(self, cursors: Tensor) -> Tensor:
+        return cursors + self.tokens > self.ring_rows
+
+    def cursors(self) -> Tensor:
+        numbers = torch.arange(self.num_slots, device=self.device)
+        return ((numbers % (self.ring_len // self.tokens) + 1) * self.tokens).int().view(self.calls, self.batch)
+
+    def bytes_moved(self, has_ring: bool) -> float:
+        """Bytes that a call can't avoid.
+
+        With a ring: the checkpoint read, its share of folds written, records read on average, T appended. Without:
+        the state read once and written after each token, because any of them may be the last that is accepted.
+        """
+        size, ring_len, tokens = self._slot_bytes(), self.ring_len, self.tokens
+        if not has_ring:
+            return self.batch * (1.0 + tokens) * size.checkpoint
+        records = (ring_len + tokens) / 2 + tokens
+        return self.batch * (size.checkpoint * (1 + tokens / ring_len) + size.record * records)
+
+    def expected(
+        self, rows: Tensor, checkpoint: Tensor, records: tuple[Tensor, Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """The window in float64: outputs ``[R, T, H_v, d_v]``, and the state that is written.
+
+        That is the folded checkpoint where there are records, else the state after the last token.
+        """
+        inputs = {name: x[rows].double() for name, x in self.inputs().items()}
+        state = folded = _folded(checkpoint, records)
+        outputs = []
+        for token in range(self.tokens):
+            y, state = self._step(state, {name: x[:, token] for name, x in inputs.items()})
+            outputs.append(y)
+        return torch.stack(outputs, dim=1), state if records is None else folded
+
+
+def _folded(checkpoint: Tensor, records: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+    """The committed state in float64."""
+    state = checkpoint.double()
+    if records is None:
+        return state
+    u, k, g = (x.double() for x in records)
+    return recurrence.fold(state, u, k, g)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,18 +13,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from replayssm.cli.bench_e2e import e2e
+from replayssm.cli.lists import names, numbers
 from replayssm.errors import InputError
 from replayssm.options import DEVICES, MAX_RING_LEN, STATE_DTYPES
 
 if TYPE_CHECKING:
-    from replayssm.bench.decode import DecodeOptions
+    from replayssm.bench.contenders import Contender
+    from replayssm.bench.measure import Entries, Options
 
 KINDS = ("gdn", "kda", "mamba2")
 DEFAULT_RIVALS = Path(".rivals")
 MAX_BATCH = 4096
+MAX_WINDOW = 16
 MAX_REPLAYS = 10_000
 
-app = typer.Typer(help="Measure operators on this machine.", rich_markup_mode=None)
+app = typer.Typer(help="Measure operators and the engine on this machine.", rich_markup_mode=None)
+app.command()(e2e)
 
 
 @app.callback()
@@ -31,90 +37,147 @@ def _bench() -> None:
     pass
 
 
+Op = Annotated[str, typer.Option(help=f"all, or some of {', '.join(KINDS)}.")]
+Batch = Annotated[str, typer.Option(help="Rows of a call, e.g. 1,8,64. [default: by device]")]
+StateDtype = Annotated[str, typer.Option(help=f"Some of {', '.join(STATE_DTYPES)}. [default: by device]")]
+Device = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")]
+Rivals = Annotated[
+    Path | None, typer.Option(help="Folder of other projects' kernels. [default: .rivals, if it is there]")
+]
+Replays = Annotated[str, typer.Option(metavar="INTEGER", help="Walks that are timed.")]
+Output = Annotated[Path | None, typer.Option(help="Write the result to this file, too.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
 @app.command()
 def decode(
-    op: Annotated[str, typer.Option(help=f"all, or some of {', '.join(KINDS)}.")] = "all",
-    batch: Annotated[str, typer.Option(help="Rows of a call, e.g. 1,8,64. [default: by device]")] = "",
-    state_dtype: Annotated[str, typer.Option(help=f"Some of {', '.join(STATE_DTYPES)}. [default: by device]")] = "",
+    op: Op = "all",
+    batch: Batch = "",
+    state_dtype: StateDtype = "",
     ring_len: Annotated[str, typer.Option(help="L, one or more.")] = "16",
-    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
-    rivals: Annotated[
-        Path | None, typer.Option(help="Folder of other projects' kernels. [default: .rivals, if it is there]")
-    ] = None,
-    replays: Annotated[str, typer.Option(metavar="INTEGER", help="Walks that are timed.")] = "30",
-    output: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    device: Device = "auto",
+    rivals: Rivals = None,
+    replays: Replays = "30",
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time one decode step of one layer, ours beside rivals.
 
     On a GPU beside SGLang's and vLLM's kernels, on a CPU beside transformers' own step. Exit with 1 if one of ours is
     wrong or fails.
     """
-    kinds = KINDS if op == "all" else _names("op", op, KINDS)
-    ring_lens = _numbers("ring-len", ring_len, MAX_RING_LEN)
-    (count,) = _numbers("replays", replays, MAX_REPLAYS, only_one=True)
-    batches = _numbers("batch", batch, MAX_BATCH) if batch else ()
-    dtypes = _names("state-dtype", state_dtype, STATE_DTYPES) if state_dtype else ()
+    ring_lens = numbers("ring-len", ring_len, MAX_RING_LEN)
+    shared = _shared_options(op, batch, state_dtype, device, replays, rivals, output)
+
+    from replayssm.bench import decode as suite
+
+    options = suite.DecodeOptions(**shared, ring_lens=ring_lens)
+    contenders = _announced(*suite.contenders_of(options))
+    _measure(options, lambda: suite.points(options, contenders), False, output, as_json)
+
+
+@app.command()
+def verify(
+    op: Op = "all",
+    batch: Batch = "",
+    state_dtype: StateDtype = "",
+    window: Annotated[str, typer.Option(help="T, tokens of a window, one or more.")] = "1,2,4,8",
+    ring_len: Annotated[str, typer.Option(metavar="INTEGER", help="L, a multiple of each T.")] = "16",
+    device: Device = "auto",
+    rivals: Rivals = None,
+    replays: Replays = "30",
+    compile_first: Annotated[bool, typer.Option(help="On a GPU, compile in parallel before measuring.")] = True,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a verify window of one layer, ours beside rivals and beside our decode step.
+
+    On a GPU the rivals are the kernels of vLLM's ReplaySSM fork. Exit with 1 if one of ours is wrong or fails.
+    """
+    windows = numbers("window", window, MAX_WINDOW)
+    (length,) = numbers("ring-len", ring_len, MAX_RING_LEN, only_one=True)
+    for tokens in windows:
+        if length % tokens:
+            raise InputError(f"window is {str(tokens)!r}: it must divide ring-len, {length}")
+    shared = _shared_options(op, batch, state_dtype, device, replays, rivals, output)
+
+    from replayssm.bench import verify as suite
+
+    options = suite.VerifyOptions(**shared, windows=windows, ring_len=length)
+    contenders = _announced(*suite.contenders_of(options))
+    _measure(options, lambda: suite.points(options, contenders), compile_first, output, as_json)
+
+
+def _shared_options(
+    op: str, batch: str, state_dtype: str, device: str, replays: str, rivals: Path | None, output: Path | None
+) -> dict[str, Any]:
+    """What the suites have in common, checked before torch is loaded; the device chooses what is not given."""
+    kinds = KINDS if op == "all" else names("op", op, KINDS)
+    (count,) = numbers("replays", replays, MAX_REPLAYS, only_one=True)
+    batches = numbers("batch", batch, MAX_BATCH) if batch else ()
+    dtypes = names("state-dtype", state_dtype, STATE_DTYPES) if state_dtype else ()
     _check_paths(rivals, output)
     if device not in DEVICES:
         raise InputError(f"device is {device!r}: it must be one of {', '.join(DEVICES)}")
-    options = _options(kinds, batches, dtypes, ring_lens, device, count, rivals)
 
-    from replayssm.bench import report
-    from replayssm.bench.decode import contenders_of
-
-    contenders, notes = contenders_of(options)
-    said = Console(stderr=True, highlight=False)
-    for note in notes:
-        said.print(note, style="dim", soft_wrap=True)
-    result = _run(options, contenders, output, said)
-    if as_json:
-        typer.echo(json.dumps(result))
-    else:
-        _print(result)
-    failed = list(report.failures(result["rows"]))
-    for line in failed:
-        said.print(line, style="red", soft_wrap=True, markup=False)
-    if any(line.startswith("replayssm/") for line in failed):
-        raise typer.Exit(1)
-
-
-def _options(
-    kinds: tuple[str, ...],
-    batches: tuple[int, ...],
-    dtypes: tuple[str, ...],
-    ring_lens: tuple[int, ...],
-    device: str,
-    replays: int,
-    rivals: Path | None,
-) -> DecodeOptions:
     import torch
-
-    from replayssm.bench.decode import DecodeOptions
 
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise InputError("device is 'cuda', but torch sees no GPU: use cpu or auto")
     on_gpu = has_gpu and device != "cpu"
     folder = rivals if rivals is not None else DEFAULT_RIVALS if DEFAULT_RIVALS.is_dir() else None
-    names = dtypes or (("float32", "bfloat16") if on_gpu else ("float32",))
-    return DecodeOptions(
-        kinds=kinds,
-        batches=batches or ((1, 8, 32, 64, 128, 256, 512) if on_gpu else (1, 8)),
-        state_dtypes=tuple(getattr(torch, name) for name in names),
-        ring_lens=ring_lens,
-        device=torch.device("cuda" if on_gpu else "cpu"),
-        replays=replays,
-        rivals=None if folder is None else folder.resolve(),
-    )
+    state_dtypes = dtypes or (("float32", "bfloat16") if on_gpu else ("float32",))
+    return {
+        "kinds": kinds,
+        "batches": batches or ((1, 8, 32, 64, 128, 256, 512) if on_gpu else (1, 8)),
+        "state_dtypes": tuple(getattr(torch, name) for name in state_dtypes),
+        "device": torch.device("cuda" if on_gpu else "cpu"),
+        "replays": count,
+        "rivals": None if folder is None else folder.resolve(),
+    }
 
 
-def _run(options: DecodeOptions, contenders: Sequence[Any], output: Path | None, said: Console) -> dict[str, Any]:
+def _announced(contenders: list[Contender], notes: list[str]) -> list[Contender]:
+    for note in notes:
+        _said().print(note, style="dim", soft_wrap=True)
+    return contenders
+
+
+def _said() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _measure(
+    options: Options, points: Callable[[], Iterable[Entries]], compiles: bool, output: Path | None, as_json: bool
+) -> None:
+    """Run a suite and print what came of it. Exits with 1 if one of ours is wrong or fails."""
     from replayssm.bench import report
-    from replayssm.bench.decode import run
+    from replayssm.bench.ahead import compile_ahead
+
+    if compiles and options.device.type == "cuda":
+        start = time.perf_counter()
+        with _said().status("compiling"):
+            compile_ahead(points())
+        _said().print(f"compiled in {time.perf_counter() - start:.0f} s", style="dim")
+    result = _run(options, points(), output)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        _print(result)
+    failed = list(report.failures(result["rows"]))
+    for line in failed:
+        _said().print(line, style="red", soft_wrap=True, markup=False)
+    if any(line.startswith("replayssm/") for line in failed):
+        raise typer.Exit(1)
+
+
+def _run(options: Options, points: Iterable[Entries], output: Path | None) -> dict[str, Any]:
+    from replayssm.bench import report
+    from replayssm.bench.measure import run
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=said, transient=True) as progress:
+    with Progress(*columns, console=_said(), transient=True) as progress:
         task = progress.add_task("measuring", total=options.num_points)
 
         def advance(result: dict[str, Any]) -> None:
@@ -123,7 +186,7 @@ def _run(options: DecodeOptions, contenders: Sequence[Any], output: Path | None,
             last = result["rows"][-1]
             progress.update(task, advance=1, description=f"{last['op']} {last['state_dtype']} B={last['batch']}")
 
-        return run(options, list(contenders), advance)
+        return run(options, points, advance)
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -133,9 +196,9 @@ def _print(result: dict[str, Any]) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, 132)
     where = meta.get("gpu") or f"CPU ({meta['cpu']}, {meta['threads']} threads)"
-    for op in report.operators(rows):
-        table = report.DecodeTable(op, rows)
-        drawn = Table(title=f"one step of one layer, {table.title}, {where}", title_justify="left")
+    for table in report.tables(rows):
+        what = "one window of one layer" if table.has_windows else "one step of one layer"
+        drawn = Table(title=f"{what}, {table.title}, {where}", title_justify="left")
         for name in table.header:
             drawn.add_column(name.replace("/", "\n"), justify="right")
         for cells in table.lines():
@@ -144,6 +207,7 @@ def _print(result: dict[str, Any]) -> None:
     console.print(
         f"× says how many times ours a rival's time is; roofline is ours against {meta['read_tbps']} TB/s, "
         "the read bandwidth of this run"
+        + ("; / decode is a window's time over that of our decode step" if meta["suite"] == "verify" else "")
     )
 
 
@@ -152,28 +216,3 @@ def _check_paths(rivals: Path | None, output: Path | None) -> None:
         raise InputError(f"rivals is {str(rivals)!r}, which is not a folder: docs/benchmarks.md says how to fill one")
     if output is not None and output.is_dir():
         raise InputError(f"output is {str(output)!r}, which is a folder: a file is wanted")
-
-
-def _split(name: str, text: str) -> list[str]:
-    parts = [part for part in text.replace(",", " ").split() if part]
-    if not parts:
-        raise InputError(f"{name} is empty: values separated by commas are wanted")
-    return list(dict.fromkeys(parts))
-
-
-def _names(name: str, text: str, choices: tuple[str, ...]) -> tuple[str, ...]:
-    for part in (parts := _split(name, text)):
-        if part not in choices:
-            raise InputError(f"{name} is {part!r}: it must be one of {', '.join(choices)}")
-    return tuple(parts)
-
-
-def _numbers(name: str, text: str, most: int, only_one: bool = False) -> tuple[int, ...]:
-    parts = _split(name, text)
-    read: Callable[[str], bool] = lambda part: part.isascii() and part.isdigit() and 1 <= int(part) <= most  # noqa: E731
-    for part in parts:
-        if len(part) > 9 or not read(part):
-            raise InputError(f"{name} is {part!r}: whole numbers from 1 to {most} are wanted")
-    if only_one and len(parts) > 1:
-        raise InputError(f"{name} is {text!r}: one number is wanted")
-    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -1,33 +1,38 @@
-"""Generate text with a loaded model, through checkpoint and ring or through transformers' own step."""
+"""Generate text with a loaded model: through the engine, or through transformers' own step."""
+
+from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
-from replayssm import models, ops
+from replayssm import ops
 from replayssm.cli.speculative import Speculation, generate_with_drafts
+from replayssm.cli.upstream import Clock, generate_stepwise
+from replayssm.engine import Engine, EngineOptions, EngineStats, SamplingParams, Update
+from replayssm.engine.setup import needed_bytes
 from replayssm.errors import InputError, one_line
 from replayssm.loading import LoadedModel, quiet_libraries
-from replayssm.models.fallback import on_a_cpu
 from replayssm.models.support import find_adapters
 from replayssm.options import GenerateOptions, check_prompt
 from replayssm.state import LayerSpec
 
 OnText = Callable[[str], None]
 
+CHUNK_TOKENS = 2048  # of a prompt, computed at once
+
 
 class GenerateResult(BaseModel):
     """What one generation gave and what it cost.
 
-    Byte counts are of recurrent state, all linear layers together; a prefill writes its state once, in every count.
-    ``state_bytes_written_stepwise`` is what a state update at every token writes. Without replay ``backend`` is
-    ``"transformers"`` and ``ring_len`` is 1: each step writes the state. With speculation a step is a window.
+    Byte counts are of recurrent state, all linear layers together; a prefill writes its state once for each piece of
+    the prompt, in every count. ``state_bytes_written_stepwise`` is what a state update at every token writes. Without
+    replay ``backend`` is ``"transformers"`` and ``ring_len`` is 1: each step writes the state. With speculation a step
+    is a window.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,6 +63,23 @@ class GenerateResult(BaseModel):
     speculation: Speculation | None = None
 
 
+class Generated(NamedTuple):
+    """What every way to generate gives.
+
+    Attributes:
+        token_ids: the new ones.
+        prefill_seconds, seconds: up to the first token, and to the last.
+        counted: settings and counters, by the result's names.
+        speculation: what it did.
+    """
+
+    token_ids: list[int]
+    prefill_seconds: float
+    seconds: float
+    counted: dict[str, Any]
+    speculation: Speculation | None = None
+
+
 def generate(
     loaded: LoadedModel, prompt: str, options: GenerateOptions | None = None, on_text: OnText | None = None
 ) -> GenerateResult:
@@ -81,40 +103,32 @@ def generate(
             f"ring-dtype is {options.ring_dtype!r}: beside a {loaded.dtype} model it must be one of {wanted}"
         )
     layers = _recurrent_layers(loaded.model)
-    with quiet_libraries(), _prepared(loaded, options):
-        inputs = _encode(loaded, prompt, chat=options.chat)
-        prompt_tokens = inputs["input_ids"].shape[1]
-        if options.seed is not None:
-            torch.manual_seed(options.seed)
-        clock = _Clock(loaded.tokenizer, prompt_tokens, on_text)
-        cache = speculation = None
-        if options.speculate is not None:
-            token_ids, speculation, cache = generate_with_drafts(loaded, inputs, options, clock)
+    params = _sampling(options)
+    with quiet_libraries():
+        tokens = _encode(loaded, prompt, chat=options.chat)
+        if not options.replay:
+            done = _stepwise(loaded, tokens, params, layers, on_text)
+        elif options.speculate == "draft" or (options.speculate is not None and options.tree > 1):
+            done = _with_drafts(loaded, tokens, options, on_text)
         else:
-            sequences = loaded.model.generate(**inputs, streamer=clock, use_cache=True)
-            token_ids = sequences[0, prompt_tokens:].tolist()
-            cache = models.last_cache(loaded.model)
-        seconds = time.perf_counter() - clock.start
-        counters = _counters(cache, options, layers, decode_steps=len(token_ids) - 1)
-
-    new_tokens = len(token_ids)
-    stopped = not options.ignore_eos and bool(token_ids) and token_ids[-1] in loaded.eos_token_ids
-    decode_seconds = seconds - clock.prefill_seconds
+            done = _with_engine(loaded, tokens, options, params, on_text)
+    new_tokens = len(done.token_ids)
+    stopped = not options.ignore_eos and bool(done.token_ids) and done.token_ids[-1] in loaded.eos_token_ids
     return GenerateResult(
         model=loaded.name,
-        text=loaded.tokenizer.decode(token_ids, skip_special_tokens=True),
-        token_ids=token_ids,
-        prompt_tokens=prompt_tokens,
+        text=loaded.tokenizer.decode(done.token_ids, skip_special_tokens=True),
+        token_ids=done.token_ids,
+        prompt_tokens=len(tokens),
         new_tokens=new_tokens,
         finish_reason="stop" if stopped else "length",
         device=loaded.device,
         dtype=loaded.dtype,
-        seconds=seconds,
-        prefill_seconds=clock.prefill_seconds,
-        tokens_per_second=new_tokens / seconds,
-        decode_tokens_per_second=(new_tokens - 1) / decode_seconds if new_tokens > 1 else 0.0,
-        speculation=speculation,
-        **counters,
+        seconds=done.seconds,
+        prefill_seconds=done.prefill_seconds,
+        tokens_per_second=new_tokens / done.seconds,
+        decode_tokens_per_second=(new_tokens - 1) / (done.seconds - done.prefill_seconds) if new_tokens > 1 else 0.0,
+        speculation=done.speculation,
+        **done.counted,
     )
 
 
@@ -128,92 +142,92 @@ def check_backend(options: GenerateOptions, device: str = "auto") -> None:
         raise InputError(one_line(error)) from error
 
 
-@contextmanager
-def _prepared(loaded: LoadedModel, options: GenerateOptions) -> Iterator[None]:
-    """The model with replay enabled, if wanted, and its generation defaults replaced by what `options` say."""
-    model, defaults = loaded.model, loaded.model.generation_config
-    if options.replay:
-        try:
-            models.enable(
-                model,
-                ring_len=options.ring_len,
-                state_dtype=getattr(torch, options.state_dtype),
-                ring_dtype=options.ring_dtype if options.ring_dtype == "auto" else getattr(torch, options.ring_dtype),
-                backend=options.backend,
-            )
-        except ValueError as error:
-            raise InputError(one_line(error)) from error
-    # Settings given to generate() would be mixed with the folder's own defaults, e.g. its repetition penalty.
-    model.generation_config = _generation_config(loaded, options)
-    stepwise_on_cpu = not options.replay and loaded.device == "cpu"
-    mixers = [adapter.mixer for adapter in find_adapters(model)] if stepwise_on_cpu else []
-    try:
-        with on_a_cpu(mixers):
-            yield
-    finally:
-        model.generation_config = defaults
-        if options.replay:
-            models.disable(model)
+def _with_engine(
+    loaded: LoadedModel, tokens: list[int], options: GenerateOptions, params: SamplingParams, on_text: OnText | None
+) -> Generated:
+    """One request of an engine that has room for it alone."""
 
+    def on_update(update: Update) -> None:
+        if on_text is not None:
+            on_text(update.text)
 
-def _generation_config(loaded: LoadedModel, options: GenerateOptions) -> Any:
-    from transformers import GenerationConfig
-
-    eos = [] if options.ignore_eos else list(loaded.eos_token_ids)
-    pad = loaded.tokenizer.pad_token_id
-    sampling: dict[str, Any] = {"do_sample": False}
-    if options.temperature > 0:
-        sampling = {"do_sample": True, "temperature": options.temperature}
-        sampling |= {"top_p": options.top_p, "top_k": options.top_k}
-    return GenerationConfig(
-        max_new_tokens=options.max_new_tokens,
-        eos_token_id=eos or None,
-        pad_token_id=pad if pad is not None else (loaded.eos_token_ids or (0,))[0],
-        bos_token_id=loaded.model.generation_config.bos_token_id,
-        **sampling,
+    with _engine(loaded, options, context=len(tokens) + options.max_new_tokens) as engine:
+        (output,) = engine.generate([tokens], params, on_update=on_update)
+        stats = engine.stats()
+        backend = engine.runner.pool.backend
+    settings = {"ring_len": options.ring_len, "backend": backend, "state_dtype": options.state_dtype}
+    return Generated(
+        output.completions[0].token_ids,
+        output.ttft_seconds,
+        output.seconds,
+        settings | _steps_and_windows(stats.counters),
+        _speculation(options, stats),
     )
 
 
-def _encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> dict[str, Tensor]:
-    """Token ids and attention mask of the prompt, each `[1, tokens]`."""
-    tokenizer = loaded.tokenizer
-    if chat:
-        if not tokenizer.chat_template:
-            raise InputError(f"model {loaded.name!r} has no chat template: generate without --chat")
-        messages = [{"role": "user", "content": prompt}]
-        try:
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # a template is code of the model folder, and may raise anything
-            raise InputError(f"the chat template of model {loaded.name!r} fails: {one_line(error)}") from error
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    if encoded["input_ids"].shape[1] == 0:
-        raise InputError("the prompt has no tokens after tokenization: at least one is wanted")
-    return {name: encoded[name].to(loaded.device) for name in ("input_ids", "attention_mask")}
+def _engine(loaded: LoadedModel, options: GenerateOptions, context: int) -> Engine:
+    """An engine with one row; its model is as it was once it is closed."""
+    wanted: dict[str, Any] = {
+        "ring_len": options.ring_len,
+        "state_dtype": options.state_dtype,
+        "ring_dtype": options.ring_dtype,
+        "backend": options.backend,
+        "max_rows": 1,
+        "max_context": context,
+        "chunk_tokens": CHUNK_TOKENS,
+        "max_step_tokens": 2 * CHUNK_TOKENS,
+        "prefix_cache": False,
+        "speculate": options.speculate,
+        "num_draft": options.num_draft,
+    }
+    memory = needed_bytes(loaded, EngineOptions(**wanted))
+    return Engine(loaded, EngineOptions(**wanted, memory_bytes=memory))
 
 
-def _recurrent_layers(model: Any) -> list[LayerSpec]:
-    try:
-        return [adapter.spec for adapter in find_adapters(model)]
-    except ValueError as error:
-        raise InputError(one_line(error, limit=400)) from error
+def _speculation(options: GenerateOptions, stats: EngineStats) -> Speculation | None:
+    if options.speculate is None:
+        return None
+    steps = stats.counters["decode_steps"] + stats.counters["verify_steps"]
+    return Speculation(
+        drafter=options.speculate,
+        num_draft=options.num_draft,
+        tree=1,
+        steps=steps,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        acceptance_length=1 + stats.accepted / stats.windows if stats.windows else 1.0,
+        tokens_per_step=(stats.generated_tokens - 1) / steps if steps else 0.0,  # the first is the prefill's
+    )
 
 
-def _counters(
-    cache: models.ReplayCache | None, options: GenerateOptions, layers: list[LayerSpec], decode_steps: int
-) -> dict[str, Any]:
-    if not options.replay:
-        settings = {"ring_len": 1, "backend": "transformers", "state_dtype": "float32"}
-        return settings | stepwise_counters(layers, decode_steps)
-    assert cache is not None, "generate() of an enabled model makes a cache"
-    pool = cache.require_pool()
+def _with_drafts(loaded: LoadedModel, tokens: list[int], options: GenerateOptions, on_text: OnText | None) -> Generated:
+    """Drafts that the engine doesn't have: of a second model, or with several candidates for a place."""
+    clock = Clock(loaded.tokenizer, len(tokens), on_text)
+    token_ids, speculation, pool = generate_with_drafts(loaded, tokens, options, clock)
+    seconds = time.perf_counter() - clock.start
     settings = {"ring_len": pool.ring_len, "backend": pool.backend, "state_dtype": options.state_dtype}
-    counted = pool.counters()
-    counted["flushes"] += counted["folds"]
-    counted["decode_steps"] += counted["verify_steps"]
-    return settings | counted
+    counted = settings | _steps_and_windows(pool.counters())
+    return Generated(token_ids, clock.prefill_seconds, seconds, counted, speculation)
+
+
+def _stepwise(
+    loaded: LoadedModel, tokens: list[int], params: SamplingParams, layers: list[LayerSpec], on_text: OnText | None
+) -> Generated:
+    """transformers' own generate."""
+    clock = Clock(loaded.tokenizer, len(tokens), on_text)
+    token_ids = generate_stepwise(loaded, tokens, params, clock)
+    seconds = time.perf_counter() - clock.start
+    settings = {"ring_len": 1, "backend": "transformers", "state_dtype": "float32"}
+    counted = settings | stepwise_counters(layers, decode_steps=len(token_ids) - 1)
+    return Generated(token_ids, clock.prefill_seconds, seconds, counted)
+
+
+def _steps_and_windows(counters: dict[str, int]) -> dict[str, int]:
+    """A pool's counters, in which a window counts as a step, and a fold as a flush."""
+    return counters | {
+        "flushes": counters["flushes"] + counters["folds"],
+        "decode_steps": counters["decode_steps"] + counters["verify_steps"],
+    }
 
 
 def stepwise_counters(layers: list[LayerSpec], decode_steps: int) -> dict[str, int]:
@@ -234,43 +248,38 @@ def stepwise_counters(layers: list[LayerSpec], decode_steps: int) -> dict[str, i
     }
 
 
-class _Clock:
-    """A transformers streamer: times the first token, and hands out text as it becomes final."""
+def _sampling(options: GenerateOptions) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=options.seed,
+        ignore_eos=options.ignore_eos,
+    )
 
-    def __init__(self, tokenizer: Any, prompt_tokens: int, on_text: OnText | None) -> None:
-        self.start = time.perf_counter()
-        self.prefill_seconds = 0.0
-        self._tokenizer = tokenizer
-        self._on_text = on_text
-        self._skip = prompt_tokens
-        self._ids: list[int] = []
-        self._context = 0  # decoding starts here, as a token's text may depend on the one before it
-        self._shown = 0  # tokens whose text was handed out
 
-    def put(self, value: Tensor) -> None:
-        ids = value.reshape(-1).tolist()
-        skipped = ids[self._skip :]
-        self._skip = max(0, self._skip - len(ids))
-        if not skipped:
-            return
-        if not self._ids:
-            self.prefill_seconds = time.perf_counter() - self.start
-        self._ids += skipped
-        self._show(final=False)
+def _encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> list[int]:
+    """Token ids of the prompt."""
+    tokenizer = loaded.tokenizer
+    if chat:
+        if not tokenizer.chat_template:
+            raise InputError(f"model {loaded.name!r} has no chat template: generate without --chat")
+        messages = [{"role": "user", "content": prompt}]
+        try:
+            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is code of the model folder, and may raise anything
+            raise InputError(f"the chat template of model {loaded.name!r} fails: {one_line(error)}") from error
+    else:
+        encoded = tokenizer(prompt)
+    tokens: list[int] = list(encoded["input_ids"])
+    if not tokens:
+        raise InputError("the prompt has no tokens after tokenization: at least one is wanted")
+    return tokens
 
-    def end(self) -> None:
-        self._show(final=True)
 
-    def _show(self, *, final: bool) -> None:
-        if self._on_text is None:
-            return
-        shown = self._decode(self._ids[self._context : self._shown])
-        text = self._decode(self._ids[self._context :])
-        # A character may need several tokens: until its last one, the text ends in a replacement character.
-        if final or not text.endswith("\ufffd"):
-            self._on_text(text[len(shown) :])
-            self._context, self._shown = self._shown, len(self._ids)
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+def _recurrent_layers(model: Any) -> list[LayerSpec]:
+    try:
+        return [adapter.spec for adapter in find_adapters(model)]
+    except ValueError as error:
+        raise InputError(one_line(error, limit=400)) from error

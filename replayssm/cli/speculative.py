@@ -1,4 +1,4 @@
-"""`generate` with speculation: the drafter that was asked for, and what it was worth."""
+"""`generate` with drafts that the engine doesn't have: of a second model, or with several candidates for a place."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from replayssm import models
 from replayssm.errors import InputError, one_line
@@ -26,6 +25,7 @@ from replayssm.speculate import (
     speculate,
 )
 from replayssm.speculate.replay import ReplayVerifier
+from replayssm.state import ReplayPool
 
 
 class Speculation(BaseModel):
@@ -44,22 +44,21 @@ class Speculation(BaseModel):
 
 
 def generate_with_drafts(
-    loaded: LoadedModel, inputs: dict[str, Tensor], options: GenerateOptions, streamer: Any
-) -> tuple[list[int], Speculation, models.ReplayCache]:
-    """New tokens of one prompt, and the cache that holds the counters.
+    loaded: LoadedModel, tokens: list[int], options: GenerateOptions, streamer: Any
+) -> tuple[list[int], Speculation, ReplayPool]:
+    """New tokens of one prompt, and the pool that holds the counters.
 
     Args:
-        loaded: its model has replay enabled.
-        inputs: ``input_ids [1, P]``.
+        loaded: its model is left as it was.
+        tokens: of the prompt.
         options: with ``speculate`` set.
         streamer: gets the prompt, then the tokens as they come, as from transformers' `generate`.
 
     Raises:
-        InputError: the drafter that was asked for doesn't fit this model.
+        InputError: the drafter that was asked for doesn't fit this model, or the options don't.
     """
     assert options.speculate is not None
-    prompt: list[int] = inputs["input_ids"][0].tolist()
-    streamer.put(inputs["input_ids"])
+    streamer.put(torch.tensor(tokens))
     sampling = generator = None
     if options.temperature > 0:
         sampling = Sampling(options.temperature, options.top_k, options.top_p)
@@ -68,12 +67,12 @@ def generate_with_drafts(
     # Measured times choose lengths that differ from run to run, and with them the random numbers that are drawn.
     costs = MeasuredCosts() if sampling is None else GivenCosts()
     try:
-        with _drafter(loaded, options) as drafter:
+        with _enabled(loaded, options), _drafter(loaded, options) as drafter:
             verifier = ReplayVerifier(loaded.model)
             generation = speculate(
                 verifier,
                 drafter,
-                [prompt],
+                [tokens],
                 max_new_tokens=options.max_new_tokens,
                 num_drafts=options.num_draft,
                 width=options.tree,
@@ -81,7 +80,7 @@ def generate_with_drafts(
                 sampling=sampling,
                 generator=generator,
                 eos_token_ids=() if options.ignore_eos else loaded.eos_token_ids,
-                on_tokens=lambda _, tokens: streamer.put(torch.tensor(tokens)),
+                on_tokens=lambda _, new: streamer.put(torch.tensor(new)),
             )
     except ValueError as error:
         raise InputError(one_line(error, limit=400)) from error
@@ -97,7 +96,23 @@ def generate_with_drafts(
         acceptance_length=statistics.acceptance_length,
         tokens_per_step=statistics.tokens_per_step,
     )
-    return generation.tokens[0], told, verifier.cache
+    return generation.tokens[0], told, verifier.cache.require_pool()
+
+
+@contextmanager
+def _enabled(loaded: LoadedModel, options: GenerateOptions) -> Iterator[None]:
+    """The model with replay."""
+    models.enable(
+        loaded.model,
+        ring_len=options.ring_len,
+        state_dtype=getattr(torch, options.state_dtype),
+        ring_dtype=options.ring_dtype if options.ring_dtype == "auto" else getattr(torch, options.ring_dtype),
+        backend=options.backend,
+    )
+    try:
+        yield
+    finally:
+        models.disable(loaded.model)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.closed = False
         self._arrivals = 0
-        self._pending: list[Update] = []  # that the next step gives
+        self._pending: list[Update] = []  # that the next step gives, or this one at its end
         self._launched: list[Drawn] = []  # by the last step, not read yet
         self._tally = Tally()
         logger.info("%s on %s, %s", self.loaded.name, self.loaded.device, self.plan)
@@ -214,34 +214,30 @@ class Engine:
         """
         if self.closed:
             raise EngineClosed("the engine is closed")
-        updates = self.take_updates()
         try:
-            updates += self._step()
+            self._step()
         except BaseException as error:
-            self._pending = updates
             self._fail(error)
             raise
-        return updates
+        return self.take_updates()
 
-    def _step(self) -> list[Update]:
+    def _step(self) -> None:
         self._tally.steps += 1
-        updates: list[Update] = []
         ahead = self.run_ahead and not any(sequence.constraint for sequence in self.scheduler.running)
-        if not ahead:
-            updates += self._read_launched()
+        busy = False if ahead else self._read_launched()
         plan = self.scheduler.plan()
         launched = self._launch(plan)
-        if plan.empty and not self._launched and not updates and self.scheduler.has_work:
-            raise RuntimeError("the engine stands still: requests wait, and none can run")
-        if not ahead:
+        if ahead:
+            busy = self._read_launched()
             self._launched = launched
-            launched = []
-        updates += self._read_launched()
-        self._launched = launched
+        else:
+            self._launched = launched
+            busy |= self._read_launched()
         for sequence in plan.decode:
             if self.scheduler.at_snapshot(sequence):
                 self.scheduler.keep(sequence)
-        return updates
+        if plan.empty and not busy and self.scheduler.has_work:
+            raise RuntimeError("the engine stands still: requests wait, and none can run")
 
     def _launch(self, plan: Plan) -> list[Drawn]:
         """Everything that the device has to do for a plan."""
@@ -269,17 +265,20 @@ class Engine:
             self._tally.cached_tokens += cached
             self._tally.cache_hits += cached > 0
 
-    def _read_launched(self) -> list[Update]:
-        """Take the tokens of the last step that was launched, waiting for them."""
+    def _read_launched(self) -> bool:
+        """Take the tokens of the last step that was launched, waiting for them. Says whether there were any."""
         launched, self._launched = self._launched, []
-        return [update for drawn in launched for read in drawn.wait() if (update := self._take(read))]
+        for drawn in launched:
+            for read in drawn.wait():
+                self._take(read)
+        return bool(launched)
 
-    def _take(self, read: Read) -> Update | None:
+    def _take(self, read: Read) -> None:
         """Append the tokens of one sequence."""
         sequence = read.sequence
         sequence.in_flight -= 1
         if sequence.finished:
-            return None  # it was, when this step was launched
+            return  # it was, when this step was launched
         if read.num_drafts is not None:
             sequence.done += len(read.tokens)
             self._tally.windows += read.num_drafts > 0
@@ -302,16 +301,18 @@ class Engine:
         if reason is not None:
             self._leave(sequence)
             self._tally.finished += request.finished
-        return Update(
-            request.id,
-            sequence.index,
-            text,
-            tuple(tokens),
-            tuple(read.logprobs[: len(tokens)]),
-            reason,
-            piece.stop_reason,
-            problem,
-            request.cached_tokens if first else None,
+        self._pending.append(
+            Update(
+                request.id,
+                sequence.index,
+                text,
+                tuple(tokens),
+                tuple(read.logprobs[: len(tokens)]),
+                reason,
+                piece.stop_reason,
+                problem,
+                request.cached_tokens if first else None,
+            )
         )
 
     # Ends
@@ -343,6 +344,9 @@ class Engine:
         self._launched = []
         for sequence in list(self.scheduler.running):
             self._pending.append(self._end(sequence, "error", message))
+        for request in self.requests.values():
+            for sequence in request.sequences:
+                sequence.in_flight = 0  # of those that were preempted: what is lost is drawn again
         if self.cache is not None:
             self.cache.clear()
 
@@ -362,7 +366,7 @@ class Engine:
         Raises:
             InputError: there is nothing to write, or it can't be written.
         """
-        self._pending += self._read_launched()
+        self._read_launched()
         if isinstance(what, str):
             return export_request(self, what, path)
         return export_prefix(self, what, path)
@@ -402,7 +406,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Let go of the memory, and give the model back as it was. Requests that aren't done are dropped."""
+        """Give the model back as it was. Requests that aren't done are dropped. The memory goes with the engine."""
         if not self.closed:
             self.closed = True
             self.requests.clear()

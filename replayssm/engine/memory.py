@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class Costs:
     Attributes:
         slot: a row's state or a snapshot, in all recurrent layers: checkpoint, ring, convolution, cursors.
         page: keys and values of a page's tokens, in all attention layers.
-        work: for a number of rows, what is there besides: the sampler's tables and the step's own tensors.
+        work: for a number of rows, what is there besides: the largest forward, graph buffers, the sampler's tables.
     """
 
     slot: int
@@ -128,27 +129,19 @@ def _rows_that_fit(options: EngineOptions, costs: Costs, budget: int, pages_of_c
     pages = min(-(-TYPICAL_TOKENS // options.page_size), pages_of_context)
     piece = options.chunk_tokens if options.batch_invariant else options.page_size
     most = min(most, (options.max_step_tokens - piece) // options.max_window)
-    for rows in range(most, 1, -1):
-        if costs.work(rows) + rows * (costs.slot + pages * costs.page) <= budget:
-            return rows
-    return 1
+    rows = range(1, most + 1)
+    return max(1, bisect_right(rows, budget, key=lambda n: costs.work(n) + n * (costs.slot + pages * costs.page)))
 
 
-def budget_bytes(options: EngineOptions, device: str, forward_bytes: int) -> int:
-    """The bytes that the engine may take.
-
-    Args:
-        options: may say it.
-        device: of the model, which is there already.
-        forward_bytes: that the largest forward takes while it runs.
-    """
+def budget_bytes(options: EngineOptions, device: str) -> int:
+    """The bytes that the engine may take, once its model is on the device."""
     if options.memory_bytes is not None:
         return options.memory_bytes
     if device == "cpu":
         return min(CPU_BYTES, int(CPU_SHARE * available_bytes()))
     import torch
 
-    return max(0, int(GPU_SHARE * torch.cuda.mem_get_info()[0]) - forward_bytes)
+    return int(GPU_SHARE * torch.cuda.mem_get_info()[0])
 
 
 def available_bytes() -> int:

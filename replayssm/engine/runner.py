@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from replayssm import models
-from replayssm.backends.torch.prefill import CHUNK
-from replayssm.engine import flashinfer
-from replayssm.engine.attention import MAX_PARTS, OnHost, PagedAttention, Queries, TorchAttention, TritonAttention
+from replayssm.engine import flashinfer, footprint
+from replayssm.engine.attention import OnHost, PagedAttention, Queries, TorchAttention, TritonAttention
 from replayssm.engine.cache import ATTENTION, ATTRIBUTE, Decode, EngineCache, Prefill, Step, Verify
 from replayssm.engine.forward import Chunk, Forward
 from replayssm.engine.graphs import Graphs
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """A model with its slots and pages.
+    """A model with its slots and pages. What they take is known before one is made: :mod:`replayssm.engine.footprint`.
 
     Args:
         loaded: the model.
@@ -59,6 +58,9 @@ class Runner:
     Raises:
         ValueError: the model isn't supported, is served by another runner, or a number is out of range.
     """
+
+    bytes_per = staticmethod(footprint.bytes_per)
+    bytes_fixed = staticmethod(footprint.bytes_fixed)
 
     def __init__(
         self,
@@ -111,61 +113,6 @@ class Runner:
         if graphs:
             self.graphs = self._captured(max_pages_per_row)
 
-    @staticmethod
-    def bytes_per(
-        loaded: LoadedModel,
-        *,
-        page_size: int,
-        ring_len: int = 16,
-        ring_capacity: int | None = None,
-        max_window: int = 0,
-        state_dtype: torch.dtype = torch.float32,
-        ring_dtype: torch.dtype | str = "auto",
-        **_: Any,
-    ) -> tuple[int, int]:
-        """Bytes of one slot and of one page, from the settings of a runner that needn't be there."""
-        pool = ReplayPool(
-            [adapter.spec for adapter in find_adapters(loaded.model)],
-            1,
-            ring_len=ring_len,
-            ring_capacity=ring_capacity,
-            max_window=max_window,
-            state_dtype=state_dtype,
-            activation_dtype=loaded.model.dtype,
-            ring_dtype=ring_dtype,
-            device="meta",
-            backend="torch",
-        )
-        token = sum(spec.nbytes for spec in attention_layers(loaded.model).values())
-        return pool.bytes_per_slot, page_size * token
-
-    @staticmethod
-    def bytes_fixed(
-        loaded: LoadedModel, *, max_rows: int, max_step_tokens: int, max_window: int = 0, graphs: bool = False, **_: Any
-    ) -> int:
-        """Bytes that forwards take beside slots and pages: a generous estimate.
-
-        Args:
-            loaded: the model.
-            max_rows: rows of the largest decode.
-            max_step_tokens: tokens of the largest prefill.
-            max_window, graphs: as for the runner.
-        """
-        config = loaded.model.config.get_text_config(decoder=True)
-        itemsize, hidden = loaded.model.dtype.itemsize, config.hidden_size
-        vocab = loaded.model.get_output_embeddings().weight.shape[0]
-        outputs = max_rows * max(1, max_window)
-        own, fixed = outputs * (vocab + hidden) * itemsize, outputs * (4 * vocab + hidden * itemsize)
-        heads = getattr(config, "num_attention_heads", None) or 0
-        values = max((spec.value_dim for spec in attention_layers(loaded.model).values()), default=0)
-        attention = MAX_PARTS * outputs * heads * values * 4
-        # Some tensors of all tokens, and those of a recurrent layer in float32.
-        widest = max(getattr(config, "intermediate_size", None) or 0, 4 * hidden)
-        specs = [adapter.spec for adapter in find_adapters(loaded.model)]
-        recurrent = max(s.num_v_heads * (8 * s.head_k_dim + 6 * s.head_v_dim + 4 * CHUNK) * 4 for s in specs)
-        step = max_step_tokens * (16 * widest * itemsize + recurrent)
-        return own + fixed * (2 if graphs else 1) + max(step, attention)
-
     def page_tensors(self) -> dict[str, Tensor]:
         """What pages hold, by stable names, the page first; empty for a model without attention."""
         return self.pages.tensors()
@@ -191,28 +138,9 @@ class Runner:
         if self.batch_invariant and len(chunks) > 1:
             parts = [self.prefill([chunk]) for chunk in chunks]
             return Forward(torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts]))
-        slots = [chunk.slot for chunk in chunks]
-        counts = [len(chunk.tokens) for chunk in chunks]
-        ends = list(accumulate(counts))
-        positions = torch.cat([chunk.start + torch.arange(n) for chunk, n in zip(chunks, counts, strict=True)])
-        rows = torch.arange(len(chunks)).repeat_interleave(torch.tensor(counts))
-        longest = max(len(chunk.pages) for chunk in chunks)
-        table = torch.tensor([[*chunk.pages, *[0] * (longest - len(chunk.pages))] for chunk in chunks])
-        table = table.view(len(chunks), longest)
-        places = self._places(table, rows, positions) if longest else positions
-        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
-        heads = torch.tensor(
-            [[chunk.slot, chunk.start, end - n, n, end - 1] for chunk, n, end in zip(chunks, counts, ends, strict=True)]
-        )
-        ids, positions, places = self._sent(torch.stack([ids, positions, places]))
-        on_device = self._sent(heads.T.contiguous())
-        slot_tensor, lengths, first, num_tokens = on_device[:4].int()
-        on_host = OnHost([chunk.pages for chunk in chunks], [chunk.start for chunk in chunks], counts)
-        queries = Queries(self._sent(table.int()), lengths, first, num_tokens, max(counts), ends[-1], on_host)
-        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
-        step = Prefill(slots, on_device[0], slot_tensor, cu_seqlens, queries, places)
-        logits, hidden = self._forward(step, ids[None], positions[None], logits_to_keep=on_device[4])
-        self.pool.reset_cursors(slots)
+        step, ids, positions, last = self._packed(chunks)
+        logits, hidden = self._forward(step, ids, positions, logits_to_keep=last)
+        self.pool.reset_cursors(step.slots)
         return Forward(logits[0].float(), hidden[0])
 
     @torch.no_grad()
@@ -288,6 +216,28 @@ class Runner:
     def run_commit(self, slots: Tensor, num_tokens: Tensor, num_accepted: Tensor) -> None:
         """As :meth:`commit`."""
         self.pool.commit(slots, num_tokens, num_accepted)
+
+    def _packed(self, chunks: Sequence[Chunk]) -> tuple[Prefill, Tensor, Tensor, Tensor]:
+        """Chunks one behind the other: the step, ids and positions ``[1, N]``, and the chunks' last tokens ``[B]``."""
+        counts = [len(chunk.tokens) for chunk in chunks]
+        ends = list(accumulate(counts))
+        ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
+        positions = torch.cat([chunk.start + torch.arange(n) for chunk, n in zip(chunks, counts, strict=True)])
+        rows = torch.arange(len(chunks)).repeat_interleave(torch.tensor(counts))
+        width = max(len(chunk.pages) for chunk in chunks)
+        table = torch.tensor([[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks], dtype=torch.int32)
+        table = table.view(len(chunks), width)
+        places = self._places(table, rows, positions) if width else positions
+        of_rows = [(c.slot, c.start, end - n, n, end - 1) for c, n, end in zip(chunks, counts, ends, strict=True)]
+
+        ids, positions, places = self._sent(torch.stack([ids, positions, places]))
+        index, *_, last = sent = self._sent(torch.tensor(of_rows).T.contiguous())
+        slots, lengths, first, num_tokens = sent[:4].int()
+        on_host = OnHost([chunk.pages for chunk in chunks], [chunk.start for chunk in chunks], counts)
+        queries = Queries(self._sent(table), lengths, first, num_tokens, max(counts), ends[-1], on_host)
+        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
+        step = Prefill([chunk.slot for chunk in chunks], index, slots, cu_seqlens, queries, places)
+        return step, ids[None], positions[None], last
 
     def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Rows, the slots first, filled up to max_rows if all batches are to have the same size."""

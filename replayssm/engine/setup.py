@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -65,11 +66,20 @@ def build(loaded: LoadedModel, options: EngineOptions, runner_class: Any = None)
         raise
     except ValueError as error:
         raise InputError(f"the engine can't be set up: {one_line(error)}") from error
+    try:
+        return _around(runner, plan, options, drafts)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _around(runner: Any, plan: MemoryPlan, options: EngineOptions, drafts: Drafts | None) -> Parts:
+    """All that the engine has besides its runner."""
     if isinstance(drafts, MtpDrafts):
         drafts.allocate(plan.num_pages, plan.max_rows)
     device = runner.pool.device
     pages = PagePool(plan.num_pages)
-    cache = PrefixCache(pages, runner.pool, options.page_size) if options.prefix_cache else None
+    prefixes = PrefixCache(pages, runner.pool, options.page_size) if options.prefix_cache else None
     limits = Limits(
         max_rows=plan.max_rows,
         page_size=options.page_size,
@@ -83,8 +93,8 @@ def build(loaded: LoadedModel, options: EngineOptions, runner_class: Any = None)
         plan,
         runner,
         pages,
-        cache,
-        Scheduler(runner.pool, pages, cache, limits),
+        prefixes,
+        Scheduler(runner.pool, pages, prefixes, limits),
         Sampler(runner.vocab_size, device, plan.max_rows),
         RowTables(plan.max_rows, plan.max_pages_per_row, device),
         drafts,
@@ -108,28 +118,47 @@ def _settings(loaded: LoadedModel, options: EngineOptions) -> dict[str, Any]:
     }
 
 
+def needed_bytes(loaded: LoadedModel, options: EngineOptions) -> int:
+    """The memory with which `max_rows` sequences of `max_context` tokens, which both must be set, run at once.
+
+    Snapshots come on top of it.
+    """
+    from replayssm.engine.runner import Runner
+
+    if options.max_rows is None or options.max_context is None:
+        raise ValueError(f"max_rows is {options.max_rows}, max_context {options.max_context}: numbers are wanted")
+    costs = _costs(loaded, options, _settings(loaded, options), Runner, _drafts(loaded, options))
+    pages = options.max_rows * -(-options.max_context // options.page_size)
+    return costs.work(options.max_rows) + options.max_rows * costs.slot + pages * costs.page
+
+
 def _plan(
     loaded: LoadedModel, options: EngineOptions, settings: dict[str, Any], runner_class: Any, drafts: Drafts | None
 ) -> MemoryPlan:
-    per_slot, per_page = runner_class.bytes_per(loaded, **settings)
     config = loaded.model.config.get_text_config(decoder=True)
-    per_row = 0
-    if settings["graphs"]:
-        # Fixed buffers for logits and hidden states, and what the model itself makes of them in a captured graph.
-        one = 4 * config.vocab_size + loaded.model.dtype.itemsize * config.hidden_size
-        per_row = 2 * one * options.max_window
-    if isinstance(drafts, MtpDrafts):
-        per_page, per_row = per_page + drafts.bytes_per_page, per_row + drafts.bytes_per_row
-    costs = Costs(per_slot, per_page, lambda rows: Sampler.max_bytes(config.vocab_size, rows) + rows * per_row)
-    budget = budget_bytes(options, loaded.device, _forward_bytes(config, options, loaded.model.dtype.itemsize))
+    costs = _costs(loaded, options, settings, runner_class, drafts)
     context = getattr(config, "max_position_embeddings", None) or UNBOUNDED_CONTEXT
-    return plan_memory(options, costs, budget, context, CPU_ROWS if loaded.device == "cpu" else GPU_ROWS)
+    most_rows = CPU_ROWS if loaded.device == "cpu" else GPU_ROWS
+    return plan_memory(options, costs, budget_bytes(options, loaded.device), context, most_rows)
 
 
-def _forward_bytes(config: Any, options: EngineOptions, itemsize: int) -> int:
-    """A generous estimate of what the largest forward takes: some tensors of all its tokens, and the logits."""
-    widest = max(getattr(config, "intermediate_size", 0) or 0, 4 * config.hidden_size)
-    return options.max_step_tokens * (16 * widest * itemsize) + 2 * 4 * config.vocab_size * GPU_ROWS
+def _costs(
+    loaded: LoadedModel, options: EngineOptions, settings: dict[str, Any], runner_class: Any, drafts: Drafts | None
+) -> Costs:
+    per_slot, per_page = runner_class.bytes_per(loaded, **settings)
+    vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+    mtp = drafts if isinstance(drafts, MtpDrafts) else None
+
+    @cache
+    def work(rows: int) -> int:
+        forward = 0
+        if loaded.device != "cpu":  # there it is host memory like any other, and comes and goes
+            forward = runner_class.bytes_fixed(
+                loaded, max_rows=rows, max_step_tokens=options.max_step_tokens, **settings
+            )
+        return forward + Sampler.max_bytes(vocab_size, rows) + (rows * mtp.bytes_per_row if mtp else 0)
+
+    return Costs(per_slot, per_page + (mtp.bytes_per_page if mtp else 0), work)
 
 
 def _drafts(loaded: LoadedModel, options: EngineOptions) -> Drafts | None:

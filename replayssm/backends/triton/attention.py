@@ -134,7 +134,7 @@ def _join_kernel(
         return
     num_heads = tl.num_programs(2)
     at = (tl.load(first_ptr + row) + token).to(tl.int64) * num_heads + tl.program_id(2)
-    step = total.to(tl.int64) * num_heads
+    step = num_heads.to(tl.int64) * total  # in this order: Triton makes a total of 1 a constant
     column = tl.arange(0, BLOCK_V)
     inside = column < VALUE_DIM
     maximum = tl.load(maximum_ptr + at)

@@ -187,8 +187,8 @@ def _decode_kernel(
             scores_k = tl.where(number == chunk, score_k[None, :], scores_k)
     scores_q = tl.reshape(scores_q, [CHUNKS * BLOCK_R])
     scores_k = tl.reshape(scores_k, [CHUNKS * BLOCK_R])
-    total = tl.exp(behind + g)
-    committed = tl.exp(behind)
+    past = behind
+    total = tl.exp(past + g)
     if CHANNEL_GATE:
         q_state = q * total
         k_state = k * total
@@ -250,10 +250,9 @@ def _decode_kernel(
                 behind = tl.zeros([BLOCK_K], tl.float32)
             else:
                 behind = 0.0
-            decay = committed
             if not WINDOW:
                 behind += g
-                decay = total
+            decay = tl.exp(past + behind)
             if CHANNEL_GATE:
                 state *= decay[None, :]
             else:

@@ -1,0 +1,164 @@
+"""Throughput, time to first token and time per output token of the engine, beside transformers' own `generate`.
+
+Loads:
+
+- *filled*: rows whose contexts are copies of one that was computed. Decode time, at any batch, without prefills.
+- *no-prefix*: requests with prompts of their own, all at once.
+- *shared-prefix*: three quarters of their prompts are the same, and in the prefix cache.
+
+Contenders: *replay*; *no-replay*, which writes states at every token; *speculate*, replay with verify windows; and
+*transformers*, its `generate` of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from replayssm.bench import filled, generate, served
+from replayssm.bench.engines import free_memory
+from replayssm.bench.measure import environment
+from replayssm.bench.rows import CONTENDERS, FILLED, LOADS, NO_PREFIX, Row, new_row, said
+from replayssm.bench.timing import read_bandwidth
+from replayssm.loading import LoadedModel
+
+Point = list[Row]
+PACKAGES = ("flash-linear-attention", "flashinfer-python", "causal-conv1d", "kernels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+        batches: rows of the filled load.
+        requests: of the other loads.
+        prompt_tokens: of a context or a prompt.
+        new_tokens: steps that are timed of the filled load, tokens of an answer in the others.
+        ring_len: L.
+        num_draft: drafts of a window.
+        kept: tokens that the filled load keeps of each window.
+        state_dtype: of the checkpoints, by torch's name.
+        loads, contenders: which of them.
+        rounds: of turns.
+    """
+
+    batches: tuple[int, ...]
+    requests: int = 8
+    prompt_tokens: int = 1000
+    new_tokens: int = 64
+    ring_len: int = 16
+    num_draft: int = 3
+    kept: int = 3
+    state_dtype: str = "float32"
+    loads: tuple[str, ...] = LOADS
+    contenders: tuple[str, ...] = CONTENDERS
+    rounds: int = 3
+
+    @property
+    def window(self) -> int:
+        return 1 + self.num_draft
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of L steps in the filled load; with one that doesn't count, they make the steps that were asked for."""
+        return max(self.rounds, -(-self.new_tokens // self.ring_len))
+
+    def filled_tokens(self, *, speculates: bool) -> int:
+        """Tokens that a row of the filled load gets while rows join, and in all turns.
+
+        Each turn has a step before it that isn't timed.
+        """
+        steps = self.ring_len + 1 + (1 + self.num_turns) * (self.ring_len + 1) + 1
+        return steps * (self.window if speculates else 1)
+
+    @property
+    def most_new_tokens(self) -> int:
+        if FILLED not in self.loads:
+            return self.new_tokens
+        return max(self.new_tokens, self.filled_tokens(speculates="speculate" in self.contenders) + self.window)
+
+    @property
+    def num_points(self) -> int:
+        engines = set(self.contenders) - {"transformers"}
+        points = len(self.batches) * (FILLED in self.loads) + len(set(self.loads) - {FILLED}) if engines else 0
+        if "transformers" in self.contenders:
+            points += len(self.batches) * (FILLED in self.loads) + (NO_PREFIX in self.loads)
+        return points
+
+
+def run(
+    loaded: LoadedModel, options: Options, on_point: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """Measure all, and give the result as it is stored, ``meta`` and ``rows``; after each point to ``on_point``, too.
+
+    What fails has a row with the error and without times.
+    """
+    device = torch.device(loaded.device)
+    bandwidth = read_bandwidth(device)
+    free_memory()
+    rows: list[Row] = []
+    result: dict[str, Any] = {"meta": _meta(loaded, device, bandwidth), "rows": rows}
+    for point in points(loaded, options):
+        rows += point
+        on_point(result)
+    return result
+
+
+def _meta(loaded: LoadedModel, device: torch.device, bandwidth: float) -> dict[str, Any]:
+    """Where, when and with what, also the packages that the engine or transformers take up where they are installed."""
+    import transformers
+
+    return {
+        "suite": "e2e",
+        **environment(device),
+        "transformers": transformers.__version__,
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "read_tbps": round(bandwidth / 1e12, 3),
+        "model_dtype": loaded.dtype,
+        "parameters": loaded.model.num_parameters(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def points(loaded: LoadedModel, options: Options) -> Iterator[Point]:
+    """Rows of each point: first the engines', then transformers', which need the memory for themselves."""
+    if set(options.contenders) - {"transformers"}:
+        if FILLED in options.loads:
+            yield from filled.points(loaded, options)
+        for load in options.loads:
+            if load != FILLED:
+                yield served.point(loaded, options, load)
+    if "transformers" in options.contenders:
+        yield from _of_transformers(loaded, options)
+
+
+def _of_transformers(loaded: LoadedModel, options: Options) -> Iterator[Point]:
+    """Its rows; it has no prefix cache, so the load with shared prefixes is to it as any other."""
+    if FILLED in options.loads:
+        for batch in options.batches:
+            yield _measured(new_row(loaded, options, "transformers", FILLED, batch), generate.filled, loaded, options)
+    if NO_PREFIX in options.loads:
+        row = new_row(loaded, options, "transformers", NO_PREFIX, options.requests)
+        yield _measured(row, generate.served, loaded, options)
+
+
+def _measured(
+    row: Row, measure: Callable[[LoadedModel, Options, int], dict[str, float]], loaded: LoadedModel, options: Options
+) -> Point:
+    try:
+        row |= measure(loaded, options, row["batch"])
+    except Exception as error:  # out of memory, mostly: other points are still to be measured
+        row["error"] = said(error)
+    free_memory()
+    return [row]

@@ -1,0 +1,65 @@
+"""A model with random weights, from a transformers config alone: its steps take as long as with trained ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from replayssm.errors import InputError, one_line
+from replayssm.loading import LoadedModel, quiet_libraries
+from replayssm.loading.architectures import check_architecture
+
+SEED = 0
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config's values, of an architecture that replay serves.
+
+    Raises:
+        InputError: it isn't JSON, or of another architecture.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not readable JSON ({one_line(error)})") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} holds a JSON {type(values).__name__}, an object is wanted")
+    check_architecture(values)
+    return values
+
+
+def random_model(path: Path, dtype: str, device: str) -> LoadedModel:
+    """A model of a config's shape, made on the device.
+
+    Args:
+        path: of the config, a JSON file as transformers writes it.
+        dtype: of the weights, by torch's name.
+        device: "cpu" or "cuda".
+
+    Raises:
+        InputError: transformers can't make a model of it.
+    """
+    values = read_config(path)
+    with quiet_libraries():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(SEED)
+        try:
+            config = AutoConfig.for_model(**values)
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        except Exception as error:  # whatever a config makes transformers raise, the config is the cause
+            raise InputError(f"{path} gives no model: {type(error).__name__}: {one_line(error)}") from error
+        vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        return LoadedModel(path.stem, model.eval(), _words(vocab_size), (), device, dtype)
+
+
+def _words(vocab_size: int) -> Any:
+    """A tokenizer with a word for each token, so that making text costs what it costs."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"word{token}": token for token in range(vocab_size)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="word0")))  # noqa: S106

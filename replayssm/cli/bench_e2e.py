@@ -1,0 +1,183 @@
+"""`replayssm bench e2e`: options, checks and printing; :mod:`replayssm.bench.e2e` measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from replayssm import bundled
+from replayssm.bench.rows import CONTENDERS, LOADS
+from replayssm.cli.lists import names, numbers
+from replayssm.errors import InputError
+from replayssm.loading.folder import check_model
+from replayssm.options import DEVICES, DTYPES, MAX_DRAFT, MAX_RING_LEN, STATE_DTYPES, LoadOptions
+
+if TYPE_CHECKING:
+    from replayssm.bench.e2e import Options
+    from replayssm.loading import LoadedModel
+
+MAX_ROWS = 1024
+MAX_TOKENS = 100_000
+
+
+def e2e(
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"Model folder, a config's JSON file for random weights, or {', '.join(bundled.names())}."),
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Rows of the filled load, e.g. 1,8,64. [default: by device]")] = "",
+    requests: Annotated[str, typer.Option(metavar="INTEGER", help="Requests of the other loads.")] = "8",
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="INTEGER", help="Tokens of a context. [default: by device]")
+    ] = "",
+    new_tokens: Annotated[str, typer.Option(metavar="INTEGER", help="Tokens of an answer, or timed steps.")] = "64",
+    ring_len: Annotated[str, typer.Option(metavar="INTEGER", help="L: a state is written once in L steps.")] = "16",
+    num_draft: Annotated[str, typer.Option(metavar="INTEGER", help="Drafts of a verify window.")] = "3",
+    kept: Annotated[
+        str, typer.Option(metavar="INTEGER", help="Tokens that the filled load keeps of each window.")
+    ] = "3",
+    load: Annotated[str, typer.Option(help=f"all, or some of {', '.join(LOADS)}.")] = "all",
+    contender: Annotated[str, typer.Option(help=f"all, or some of {', '.join(CONTENDERS)}.")] = "all",
+    state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}. [default: by device]")] = "auto",
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
+    rounds: Annotated[str, typer.Option(metavar="INTEGER", help="Turns of each contender.")] = "3",
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Time the engine with replay, without, with speculation, beside transformers' generate.
+
+    Tokens per second, time to first token and time per output token. Exit with 1 if one of ours fails.
+    """
+    given = {
+        "requests": _number("requests", requests, MAX_ROWS),
+        "new_tokens": _number("new-tokens", new_tokens, MAX_TOKENS),
+        "ring_len": _number("ring-len", ring_len, MAX_RING_LEN),
+        "num_draft": _number("num-draft", num_draft, MAX_DRAFT),
+        "kept": _number("kept", kept, MAX_DRAFT + 1),
+        "rounds": _number("rounds", rounds, 100),
+    }
+    if given["kept"] > given["num_draft"] + 1:
+        raise InputError(f"kept is {kept}: a window of {num_draft} drafts has {given['num_draft'] + 1} tokens")
+    (state,) = names("state-dtype", state_dtype, STATE_DTYPES, only_one=True)
+    loads = LOADS if load == "all" else names("load", load, LOADS)
+    contenders = CONTENDERS if contender == "all" else names("contender", contender, CONTENDERS)
+    batches = numbers("batch", batch, MAX_ROWS) if batch else ()
+    prompts = _number("prompt-tokens", prompt_tokens, MAX_TOKENS) if prompt_tokens else None
+    if output is not None and output.is_dir():
+        raise InputError(f"output is {str(output)!r}, which is a folder: a file is wanted")
+    loaded = _load(model if model is not None else bundled.names()[0], LoadOptions(dtype=dtype, device=device))
+
+    from replayssm.bench.e2e import Options
+
+    on_gpu = loaded.device != "cpu"
+    options = Options(
+        loads=loads,
+        contenders=contenders,
+        state_dtype=state,
+        batches=batches or ((1, 8, 32, 64, 128, 256, 512) if on_gpu else (1, 4)),
+        prompt_tokens=prompts or (1000 if on_gpu else 128),
+        **given,
+    )
+    _check_context(loaded, options)
+    _report(_run(loaded, options, output), as_json)
+
+
+def _load(model: str, options: LoadOptions) -> LoadedModel:
+    """The model with its weights, or with random ones."""
+    path = Path(model)
+    is_config = path.suffix == ".json" and path.is_file()
+    if is_config:
+        from replayssm.bench.random_model import read_config
+
+        read_config(path)
+    else:
+        check_model(model)
+    with _said().status(f"loading {model} ..."):
+        from replayssm.bench.random_model import random_model
+        from replayssm.loading import load_model, use_fitting_threads
+
+        if not is_config:
+            loaded = load_model(model, options)
+        else:
+            import torch
+
+            if options.device == "cuda" and not torch.cuda.is_available():
+                raise InputError("device is 'cuda', but torch sees no GPU here: `replayssm doctor` says why")
+            on_gpu = options.device != "cpu" and torch.cuda.is_available()
+            dtype = options.dtype if options.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+            loaded = random_model(path, dtype, "cuda" if on_gpu else "cpu")
+    use_fitting_threads(loaded)
+    return loaded
+
+
+def _check_context(loaded: LoadedModel, options: Options) -> None:
+    """Refuse what the model wasn't made for."""
+    most = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    wanted = options.prompt_tokens + options.most_new_tokens
+    if most is not None and wanted > most:
+        raise InputError(
+            f"prompt-tokens is {options.prompt_tokens}: with {options.most_new_tokens} new tokens that makes {wanted}, "
+            f"and {loaded.name} was made for {most}"
+        )
+
+
+def _run(loaded: LoadedModel, options: Options, output: Path | None) -> dict[str, Any]:
+    from replayssm.bench import e2e as suite
+    from replayssm.bench import report
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_said(), transient=True) as progress:
+        task = progress.add_task("measuring", total=options.num_points)
+
+        def advance(result: dict[str, Any]) -> None:
+            if output is not None:  # at once: what is measured is kept, whatever comes after it
+                report.write(result, output)
+            last = result["rows"][-1]
+            progress.update(task, advance=1, description=f"{last['load']} B={last['batch']}")
+
+        return suite.run(loaded, options, advance)
+
+
+def _report(result: dict[str, Any], as_json: bool) -> None:
+    from replayssm.bench import e2e_report
+
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        _print(result)
+    failed = list(e2e_report.failures(result["rows"]))
+    for line in failed:
+        _said().print(line, style="red", soft_wrap=True, markup=False)
+    if any(not line.startswith("transformers ") for line in failed):
+        raise typer.Exit(1)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from replayssm.bench import e2e_report
+
+    console = Console(highlight=False)
+    console.width = max(console.width, 132)
+    for table in e2e_report.tables(result["rows"]):
+        drawn = Table(title=table.title, title_justify="left")
+        for name in table.header:
+            drawn.add_column(name, justify="right")
+        for cells in table.lines():
+            drawn.add_row(*cells)
+        console.print(drawn)
+    console.print("× says how many times the tokens per second of another a line makes")
+
+
+def _said() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _number(name: str, text: str, most: int) -> int:
+    (number,) = numbers(name, text, most, only_one=True)
+    return number
