@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The GPU tests run where nothing can be installed: with the PYTHON that was named, else the venv, else python3.
 GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
-# Most of their time is Triton compiling kernels, which the workers share through its cache. The compiled models run in a
-# process of their own: inductor's processes keep a worker's pipes open, and pytest would wait for them at the end.
+# Most of their time is Triton compiling kernels, which the workers share through its cache. What inductor compiles runs in a
+# process of its own: its processes keep a worker's pipes open, and pytest would wait for them at the end.
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 8')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -38,8 +38,8 @@ test-load: $(STAMP)
 
 test-gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make test-gpu: torch sees no GPU here")'
-	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu $(GPU_WORKERS) --ignore tests/test_gpu_models.py tests
-	OMP_NUM_THREADS=4 $(GPU_PYTHON) -m pytest -m gpu tests/test_gpu_models.py
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu $(GPU_WORKERS) -k "not inductor and not gpu_models" tests
+	OMP_NUM_THREADS=4 $(GPU_PYTHON) -m pytest -m gpu -k "inductor or gpu_models" tests
 
 # memcheck and racecheck of NVIDIA's compute-sanitizer over every Triton kernel.
 test-sanitizer:

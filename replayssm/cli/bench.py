@@ -45,6 +45,7 @@ Rivals = Annotated[
     Path | None, typer.Option(help="Folder of other projects' kernels. [default: .rivals, if it is there]")
 ]
 Replays = Annotated[str, typer.Option(metavar="INTEGER", help="Walks that are timed.")]
+CompileFirst = Annotated[bool, typer.Option(help="On a GPU, compile in parallel before measuring.")]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file, too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -58,6 +59,7 @@ def decode(
     device: Device = "auto",
     rivals: Rivals = None,
     replays: Replays = "30",
+    compile_first: CompileFirst = True,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,7 +75,7 @@ def decode(
 
     options = suite.DecodeOptions(**shared, ring_lens=ring_lens)
     contenders = _announced(*suite.contenders_of(options))
-    _measure(options, lambda: suite.points(options, contenders), False, output, as_json)
+    _measure(options, lambda: suite.points(options, contenders), compile_first, output, as_json)
 
 
 @app.command()
@@ -86,7 +88,7 @@ def verify(
     device: Device = "auto",
     rivals: Rivals = None,
     replays: Replays = "30",
-    compile_first: Annotated[bool, typer.Option(help="On a GPU, compile in parallel before measuring.")] = True,
+    compile_first: CompileFirst = True,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
