@@ -21,7 +21,7 @@ constexpr int LANES = 32;
 constexpr size_t STACK = 256 * 1024;
 
 struct Index {
-    int x;
+    int x, y;
 };
 
 struct Fibre {
@@ -149,10 +149,18 @@ inline unsigned short float_to_bf16(float x) {
     return static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+inline float reciprocal(float x) { return 1.0f / x; }
+inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
+
 inline void sync_block() { emulated::meet(emulated::block); }
 inline void sync_warp() { emulated::meet(emulated::warp()); }
 
-inline int anew(int x) { return x; }
+inline unsigned pick_bytes(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long both = static_cast<unsigned long long>(y) << 32 | x;
+    unsigned found = 0;
+    for (int byte = 0; byte < 4; ++byte) found |= (both >> (selector >> 4 * byte & 7) * 8 & 0xff) << 8 * byte;
+    return found;
+}
 
 inline float from_lane(float x, int lane) {
     *emulated::shown_by(emulated::lane()) = as_bits(x);
@@ -172,6 +180,8 @@ inline float from_lane_after(float x, int distance) {
 // A barrier counts the copies that are done: its word is the number of phases that have ended.
 inline void barrier_init(unsigned long long* barrier) { *barrier = 0; }
 
+inline void fence_copies() {}
+
 inline void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
     const auto aligned = [](const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; };
     emulated::demand(aligned(to) && aligned(from) && bytes % 16 == 0, "a bulk copy isn't aligned to 16 bytes");
@@ -180,7 +190,7 @@ inline void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long 
 }
 
 inline void barrier_wait(unsigned long long* barrier, unsigned phase) {
-    while (*static_cast<volatile unsigned long long*>(barrier) <= phase) emulated::wait_for_others();
+    while ((*static_cast<volatile unsigned long long*>(barrier) & 1) == phase) emulated::wait_for_others();
 }
 
 struct bf16;

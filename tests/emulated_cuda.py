@@ -23,15 +23,18 @@ from replayssm.backends.cuda.blocks import Block, Shape
 from replayssm.ops import dispatch
 
 ENTRY = """
-extern "C" void emulate(int blocks, int threads, unsigned long long shared_bytes, const Params* given) {
+extern "C" void emulate(int tiles, int rows, const Params* given, int shared_bytes) {
     static const Params* params;
-    static unsigned char* shared;
+    static Memory<Case>* shared;
+    emulated::demand(sizeof(Memory<Case>) == shared_bytes, "the shared memory has another size than was asked for");
     params = given;
-    shared = static_cast<unsigned char*>(std::aligned_alloc(128, (shared_bytes + 127) / 128 * 128));
-    emulated::body = [] { decode<Case>(*params, shared); };
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-        std::memset(shared, 0xff, shared_bytes);  // NaN
-        emulated::run_block(threads, blockIdx.x % 2);
+    shared = static_cast<Memory<Case>*>(std::aligned_alloc(128, sizeof(Memory<Case>)));
+    emulated::body = [] { decode<Case>(*params, *shared); };
+    for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y) {
+        for (blockIdx.x = 0; blockIdx.x < tiles; ++blockIdx.x) {
+            std::memset(static_cast<void*>(shared), 0xff, sizeof(Memory<Case>));  // NaN
+            emulated::run_block(Case::THREADS, blockIdx.x % 2);
+        }
     }
     std::free(shared);
 }
@@ -49,28 +52,25 @@ def _folder() -> Path:
 
 
 @cache
-def kernel(shape: Shape, block: Block, names: tuple[str, ...], device: torch.device) -> driver.Launch:
+def kernel(
+    macros: tuple[tuple[str, str], ...], block: Block, shape: Shape, activation_bytes: int, device: torch.device
+) -> driver.Launch:
     """In place of :func:`replayssm.backends.cuda.decode.kernel`."""
-    macros = decode.macros(shape, block, names)
-    name = build.fingerprint(macros, "cpu")
+    name = build.fingerprint(dict(macros), "cpu")
     header = Path(__file__).parent / "emulated_cuda.h"
     source = _folder() / f"{name}.cpp"
     source.write_text(f'#include "{header}"\n{build.source()}\n{ENTRY}')
     library = source.with_suffix(".so")
-    options = ["-std=c++17", "-O1", "-mfma", "-w", "-shared", "-fPIC", *(f"-D{k}={v}" for k, v in macros.items())]
+    options = ["-std=c++17", "-O1", "-mfma", "-w", "-shared", "-fPIC", *(f"-D{k}={v}" for k, v in macros)]
     subprocess.run(["g++", *options, source, "-o", library], check=True)
     emulate = ctypes.CDLL(str(library)).emulate
-    shared = block.shared_bytes(shape)
-
-    def launch(blocks: int, stream: int, arguments: driver.Arguments) -> None:
-        emulate(blocks, block.threads, ctypes.c_uint64(shared), arguments.buffer)
-
-    return launch
+    shared = block.shared_bytes(shape, activation_bytes)
+    return lambda tiles, rows, stream, arguments: emulate(tiles, rows, arguments.buffer, shared)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, multiprocessors: int = 1) -> None:
     """Let "cuda" run here until the test ends; few multiprocessors: large blocks, many: small ones."""
-    decode._plan.cache_clear()
+    decode._plans.clear()
     reason_of = dispatch.unavailable_reason
 
     def unavailable_reason(backend: str, device: object = None) -> str | None:

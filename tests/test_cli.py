@@ -299,7 +299,7 @@ def test_characters_that_standard_output_lacks_are_replaced(monkeypatch):
 
 
 def test_an_unknown_command_is_one_line_and_exit_2(replayssm):
-    expect_one_line(replayssm("serve"), "serve")
+    expect_one_line(replayssm("train"), "train")
 
 
 def rewrite_config(folder, **changes):

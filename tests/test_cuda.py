@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
 
 import emulated_cuda
 import pytest
@@ -21,15 +23,15 @@ _MISSING = emulated_cuda.missing()
 pytestmark = [pytest.mark.skip(reason=_MISSING)] if _MISSING else []
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 KERNELS = [s for s in SHAPES if SHAPES[s][3] in blocks.HEAD_K_DIMS]
-LARGE, SMALL = 1, 1000  # multiprocessors, which decide the size of blocks
+SIZES = {"large": 1, "small": 1000}  # of blocks, which the number of multiprocessors decides
 
 
-@pytest.fixture(params=[LARGE, SMALL], ids=["large-blocks", "small-blocks"])
-def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    emulated_cuda.install(monkeypatch, multiprocessors=request.param)
-    yield request.param
-    decode._plan.cache_clear()
+def sometimes(cases: Iterable[tuple[Any, ...]], often: set[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of a grid; CI has time for those that run often."""
+    marks = {True: [], False: [pytest.mark.thorough]}
+    return [pytest.param(*case, marks=marks[case in often], id="-".join(map(str, case))) for case in cases]
 
 
 def new_pool(layer: Layer, num_slots: int, ring_len: int, **options: object) -> ReplayPool:
@@ -52,11 +54,22 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launched
 
 
-@pytest.mark.parametrize("shape", KERNELS)
-def test_every_output_and_state_equals_the_recurrence(
-    shape: str, emulated: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    sometimes(
+        product(SIZES, KERNELS),
+        {
+            ("large", "gdn-128x128-ratio2"),
+            ("large", "kda-bounded-64x64"),
+            ("large", "mamba2-80x128-groups1"),
+            ("small", "gdn-64x64-ratio3"),
+            ("small", "mamba2-64x256"),
+        },
+    ),
+)
+def test_every_output_and_state_equals_the_recurrence(size: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a padding row, a row that is forced to flush, and a ring that is longer than its flush period."""
+    emulated_cuda.install(monkeypatch, multiprocessors=SIZES[size])
     launched = launches_of(monkeypatch)
     layer = Layer.named(shape, backend="cuda")
     pool = new_pool(layer, 3, 3, ring_capacity=4)
@@ -78,13 +91,18 @@ def test_every_output_and_state_equals_the_recurrence(
     assert len(launched) == 6
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("state_dtype", [BF16, F16], ids=["statebf16", "state16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "state", "activations"),
+    sometimes(
+        product(KINDS, ("bf16", "f16"), ("f32", "bf16", "f16")),
+        {("gdn", "bf16", "bf16"), ("kda", "bf16", "f32"), ("mamba2", "f16", "bf16"), ("gdn", "f16", "f32")},
+    ),
+)
 def test_products_with_a_16_bit_checkpoint_are_exact(
-    kind: str, state_dtype: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, state: str, activations: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The output of one step from a random checkpoint and its records: no factor of a product is rounded."""
+    state_dtype, dtype = DTYPES[state], DTYPES[activations]
     emulated_cuda.install(monkeypatch)
     layer = Layer(kind, 2, 2, 64, 32, dtype=dtype, backend="cuda")
     pool = new_pool(layer, 2, 8, state_dtype=state_dtype, ring_dtype=F32)
@@ -103,18 +121,21 @@ def test_products_with_a_16_bit_checkpoint_are_exact(
         assert relative_error(pool.read_state(0, rows), state) < 1e-6
 
 
-@pytest.mark.parametrize("state_dtype", [F32, BF16], ids=["state32", "statebf16"])
-@pytest.mark.parametrize("shape", ["gdn-128x128-ratio2", "kda-bounded-64x64", "mamba2-80x128-groups1"])
-def test_same_row_same_bits_however_a_step_is_cut(
-    shape: str, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("shape", "state"),
+    sometimes(
+        product(("gdn-128x128-ratio2", "kda-bounded-64x64", "mamba2-80x128-groups1"), ("f32", "bf16")),
+        {("gdn-128x128-ratio2", "bf16"), ("kda-bounded-64x64", "f32")},
+    ),
+)
+def test_same_row_same_bits_however_a_step_is_cut(shape: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer.named(shape, dtype=BF16, backend="cuda")
     steps = [layer.draw(3) for _ in range(6)]
     results = []
-    for multiprocessors in (LARGE, SMALL):
+    for multiprocessors in SIZES.values():
         emulated_cuda.install(monkeypatch, multiprocessors=multiprocessors)
         for batch in ([0], [2, 0, 1]):
-            pool = new_pool(layer, 3, 5, state_dtype=state_dtype)
+            pool = new_pool(layer, 3, 5, state_dtype=DTYPES[state])
             taken = pool.alloc(3)
             slots = pool.slot_tensor([taken[row] for row in batch])
             outputs = []
@@ -123,14 +144,17 @@ def test_same_row_same_bits_however_a_step_is_cut(
                 outputs.append(layer.decode(picked, **pool.state_args(0), slots=slots)[batch.index(0)])
                 pool.advance(slots)
             results.append((torch.stack(outputs), pool.read_state(0, taken[:1])))
-    for outputs, state in results[1:]:
+    for outputs, folded in results[1:]:
         assert torch.equal(outputs, results[0][0])
-        assert torch.equal(state, results[0][1])
+        assert torch.equal(folded, results[0][1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_forks_and_snapshots(kind: str, emulated: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "kind"), sometimes(product(SIZES, KINDS), {("large", "gdn"), ("small", "kda"), ("large", "mamba2")})
+)
+def test_forks_and_snapshots(size: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that read another's checkpoint, which the copy from their own has to make way for."""
+    emulated_cuda.install(monkeypatch, multiprocessors=SIZES[size])
     results = []
     for backend in ("cuda", "torch"):
         layer = Layer(kind, 1, 1, 64, 16, seed=4)
@@ -213,17 +237,18 @@ def test_what_has_no_kernel_runs_on_the_other_backend(
 
 
 @pytest.mark.parametrize("head_v_dim", range(16, 257, 16))
-@pytest.mark.parametrize("group", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("state_dtype", [F32, BF16])
-def test_blocks_divide_the_heads_of_a_key_head(head_v_dim: int, group: int, state_dtype: torch.dtype) -> None:
-    for channel in (False, True):
-        for head_k_dim in blocks.HEAD_K_DIMS:
-            shape = blocks.Shape(channel, True, head_v_dim, head_k_dim, group, 16, state_dtype)
-            for rows in (100, 10_000, 1_000_000):
-                block = blocks.choose(shape, rows, 132, 227 * 1024)
-                assert block is not None
-                assert head_v_dim % block.rows == 0 or (group * head_v_dim) % block.rows == 0 == block.rows % head_v_dim
-                assert not channel or block.rows <= head_v_dim
-                assert block.rows % block.warps == 0
-                assert block.rows // block.warps in (8, 16, 32)
-                assert block.shared_bytes(shape) <= 227 * 1024
+def test_blocks_divide_the_heads_of_a_key_head(head_v_dim: int, state_dtype: torch.dtype) -> None:
+    groups = [(1, False), (1, True), (2, False), (3, False), (8, False), (16, False)]
+    for (group, channel), head_k_dim, key_heads in product(groups, blocks.HEAD_K_DIMS, (1, 3, 8)):
+        heads = group * key_heads
+        shape = blocks.Shape(channel, True, head_v_dim, head_k_dim, group, heads, 16, state_dtype)
+        for rows in (100, 10_000, 1_000_000):
+            block = blocks.choose(shape, 2, rows, 132, 227 * 1024)
+            assert block is not None
+            assert block.fits(shape)
+            assert head_v_dim % block.rows == 0 or (group * head_v_dim) % block.rows == 0 == block.rows % head_v_dim
+            assert heads * head_v_dim % block.span == 0
+            assert block.rows % block.warps == 0
+            assert block.rows // block.warps in (8, 16, 32)
+            assert block.shared_bytes(shape, 2) <= 227 * 1024

@@ -35,7 +35,9 @@ class Constraint:
     @property
     def error(self) -> str | None:
         """Why it can't go on, in one line; None where it can. Its mask then leaves the end of sequence alone."""
-        return one_line(RuntimeError(_first_line(self._matcher.get_error()))) if self._matcher.is_error() else None
+        if not self._matcher.is_error():
+            return None
+        return one_line(RuntimeError(f"the constraint can't go on: {_first_line(self._matcher.get_error())}"))
 
     def copy(self) -> Constraint:
         """Another sample's, from where this one is."""
@@ -166,6 +168,10 @@ class Constraints:
             problem = str(error)
         if problem:
             raise InputError(f"{name} does not compile: {one_line(ValueError(problem))}")
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():  # as that of `[^\\s\\S]`, which compiles
+            raise InputError(f"{name} allows no output at all: {one_line(ValueError(_first_line(first.get_error())))}")
         return matcher
 
 

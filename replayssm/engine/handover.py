@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from replayssm.engine import session as files
 from replayssm.engine.request import Saved
-from replayssm.errors import InputError
+from replayssm.errors import InputError, one_line
 
 if TYPE_CHECKING:
     from replayssm.engine.engine import Engine
@@ -101,7 +101,10 @@ def _take_request(engine: Engine, session: files.Session, asked: files.Asked, re
     if new and sequence.text.append(new).finish_reason is not None:
         raise InputError("the session's request is done: nothing is left to go on with")
     if sequence.constraint is not None:
-        sequence.constraint.advance(new)
+        try:
+            sequence.constraint.advance(new)
+        except RuntimeError as error:
+            raise InputError(f"the session's tokens break its own constraint: {one_line(error)}") from error
     sequence.tokens = list(session.tokens)
     if session.header.done:
         sequence.saved = Saved(session.header.done, session.tensors)

@@ -36,7 +36,7 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     num_prompt: int = Field(ge=1)
-    seed: int
+    seed: int = Field(ge=-(2**63), lt=2**63)
     priority: int
     params: dict[str, Any]
 
@@ -55,7 +55,7 @@ class Header(BaseModel):
         page_size: tokens of a page.
         done: tokens that are in states and pages; the file may have more, which aren't computed yet.
         request: None for a prefix.
-        checksum: of all tensors.
+        checksum: of all tensors, and of the rest of the header.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -123,7 +123,7 @@ def save(path: str | Path, session: Session) -> None:
     """
     path = Path(path)
     tensors = {"tokens": torch.tensor(session.tokens, dtype=torch.int64), **session.tensors}
-    header = session.header.model_copy(update={"checksum": _checksum(tensors)})
+    header = session.header.model_copy(update={"checksum": _checksum(session.header, tensors)})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         try:
@@ -165,7 +165,7 @@ def load(path: str | Path, runner: Any, model: str) -> Session:
         )
     tokens = _tokens(path, header, tensors)
     _check_tensors(path, _wanted(runner, header.done), tensors)
-    if _checksum({"tokens": torch.tensor(tokens), **tensors}) != header.checksum:
+    if _checksum(header, {"tokens": torch.tensor(tokens), **tensors}) != header.checksum:
         raise InputError(f"the session in {path} is damaged: its checksum isn't that of its content")
     return Session(header, tokens, tensors)
 
@@ -199,6 +199,8 @@ def _tokens(path: Path, header: Header, tensors: dict[str, Tensor]) -> list[int]
         raise InputError(f"the session in {path} has no list of at least {max(1, header.done)} tokens")
     if header.request is not None and header.request.num_prompt > len(tokens):
         raise InputError(f"the session in {path} has {len(tokens)} tokens, its prompt {header.request.num_prompt}")
+    if header.request is not None and header.done == len(tokens):
+        raise InputError(f"the session in {path} has all of its {len(tokens)} tokens done: one is left to go on with")
     found: list[int] = tokens.tolist()
     return found
 
@@ -232,8 +234,8 @@ def _check_tensors(
             )
 
 
-def _checksum(tensors: dict[str, Tensor]) -> int:
-    crc = 0
+def _checksum(header: Header, tensors: dict[str, Tensor]) -> int:
+    crc = zlib.crc32(header.model_copy(update={"checksum": 0}).model_dump_json().encode())
     for name in sorted(tensors):
         crc = zlib.crc32(name.encode(), crc)
         crc = zlib.crc32(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data, crc)

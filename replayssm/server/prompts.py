@@ -37,7 +37,7 @@ class PromptReader:
         return await self._run(lambda: self._encode(self._render(body), special=False))
 
     async def text(self, tokens: list[int]) -> str:
-        return await self._run(lambda: str(self._tokenizer.decode(tokens)))
+        return await self._run(lambda: self._decode(tokens))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -52,10 +52,21 @@ class PromptReader:
             self._waiting -= 1
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        param = "prompt" if special else "messages"
+        try:
+            tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        except Exception as error:  # as for half a surrogate pair, which arguments of tool calls may have
+            raise bad_request(f"{param} can't be tokenized: {one_line(error)}", param=param) from error
         if not tokens:
-            raise bad_request("the prompt has no tokens after tokenization: at least one is wanted", param="prompt")
+            raise bad_request(f"{param} has no tokens after tokenization: at least one is wanted", param=param)
         return tokens
+
+    def _decode(self, tokens: list[int]) -> str:
+        try:
+            return str(self._tokenizer.decode(tokens))
+        except OverflowError as error:
+            message = f"prompt has a token id that is none of the tokenizer's: {one_line(error)}"
+            raise bad_request(message, param="prompt") from error
 
     def _render(self, body: ChatBody) -> str:
         """The chat as the model's template writes it."""

@@ -12,6 +12,7 @@ import torch
 
 HEAD_K_DIMS = (64, 128, 256)
 LARGEST_HEAD_V_DIM = 256
+UNITS = 16  # records that a kernel takes at once
 STATE_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
@@ -24,6 +25,7 @@ class Shape:
     head_v_dim: int
     head_k_dim: int
     group: int  # value heads of a key head
+    num_v_heads: int
     ring_rows: int
     state_dtype: torch.dtype
 
@@ -42,44 +44,64 @@ class Shape:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of threads: its rows of the state, and its warps."""
+    """A block of threads: the rows of a tile, the warps that share it, how many tiles it takes, how many at once."""
 
     rows: int
     warps: int
+    tiles: int
+    stages: int
     registers: int  # of a thread, at most
-    flush_passes: int = 2  # of a warp's reads, what a flush keeps in registers
     eager: bool = False  # fetch ring rows before it is known which are needed: one wait less, up to twice the bytes
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
-    def heads(self, shape: Shape) -> int:
-        return max(1, self.rows // shape.head_v_dim)
+    @property
+    def span(self) -> int:
+        return self.rows * self.tiles
 
-    def shared_bytes(self, shape: Shape) -> int:
-        """As `Memory` in decode.cu lays it out."""
-        heads = self.heads(shape)
-        vectors = 2 + (1 + shape.ring_rows) * shape.channel
-        pairs = self.rows + heads * shape.ring_rows
-        barriers = self.warps + (self.warps + pairs) % 2
-        decays = 0 if shape.channel else heads * shape.ring_rows
-        small = 8 * (pairs + barriers) + 16 * (1 + heads) + 4 * decays
-        return self.rows * shape.row_bytes + 4 * vectors * shape.head_k_dim + small
+    def shared_bytes(self, shape: Shape, activation_bytes: int) -> int:
+        """The size of `Memory` in config.cuh."""
+        heads = 1 if shape.channel else max(1, self.span // shape.head_v_dim)
+        key_heads = max(1, heads // shape.group)
+        records = -(-shape.ring_rows // UNITS) * UNITS
+        keys = 4 * shape.head_k_dim * (shape.ring_rows + 1) if shape.channel else 32
+        vectors = 2 * shape.head_k_dim * activation_bytes * key_heads
+        decays = heads * (16 + (16 if shape.channel else 4 * records))
+        small = 8 * self.rows + key_heads * (8 * records + 16) + decays + 8 * self.stages
+        return -(-(self.stages * self.rows * shape.row_bytes + keys + vectors + small) // 128) * 128
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether it divides the heads as config.cuh demands."""
+        d_v, heads = shape.head_v_dim, max(1, self.span // shape.head_v_dim)
+        whole = self.span % d_v == 0 and shape.num_v_heads % heads == 0
+        of_keys = shape.channel or shape.group % heads == 0 or heads % shape.group == 0
+        return (d_v % self.span == 0 or whole) and of_keys and self.stages <= self.tiles
 
 
-def choose(shape: Shape, batch_rows: int, multiprocessors: int, shared_limit: int) -> Block | None:
+def choose(
+    shape: Shape, activation_bytes: int, batch_rows: int, multiprocessors: int, shared_limit: int
+) -> Block | None:
     """The block for a step of so many rows of states in all, or None if none fits a multiprocessor.
 
-    A large batch takes blocks of 32 KiB of a 16-bit state or 64 KiB of a float32 one; a small one is cut finer, so that
-    every multiprocessor has its part.
+    A large batch takes several tiles of 32 KiB in a block. With a channel gate, preparing a head costs so much that a
+    block takes whole heads in one tile. A small batch is cut finer, so that every multiprocessor has its part.
     """
-    largest = (64 if shape.state_dtype == torch.float32 else 32) * 1024 // shape.row_bytes
-    at_most = max(32, min(largest, -(-batch_rows // (4 * multiprocessors))))
+    largest = (64 if shape.channel else 32) * 1024 // shape.row_bytes
+    largest = min(largest, 128) if shape.channel else largest
+    wanted = 2 * batch_rows // (7 * multiprocessors)  # rows of a block, for 3.5 blocks on each multiprocessor
+    at_most = max(32, min(largest, wanted))
     while at_most >= 16:
-        block = cut(shape, rows_up_to(shape, at_most), eager=at_most < largest)
-        if block.shared_bytes(shape) <= shared_limit:
-            return block
+        rows = rows_up_to(shape, at_most)
+        small = at_most < largest
+        for tiles in (4, 3, 2, 1):
+            if tiles > 1 and (small or shape.channel or rows * tiles > wanted):
+                continue
+            registers = 168 if tiles > 1 or shape.row_bytes > 256 else 104
+            block = Block(rows, warps_for(rows), tiles, min(tiles, 2), registers, eager=small)
+            if block.fits(shape) and block.shared_bytes(shape, activation_bytes) <= shared_limit:
+                return block
         at_most //= 2
     return None
 
@@ -91,11 +113,12 @@ def rows_up_to(shape: Shape, at_most: int) -> int:
         if shape.group % whole == 0:
             return whole * shape.head_v_dim
     parts = [rows for rows in range(16, shape.head_v_dim + 1, 16) if shape.head_v_dim % rows == 0]
-    return max([rows for rows in parts if rows <= at_most] or parts[:1])
+    found = max([rows for rows in parts if rows <= at_most] or parts[:1])
+    # Rather a little too much than a small part: 80 rows divide into 16 only.
+    return next((rows for rows in parts if found * 2 < at_most < rows < at_most * 2), found)
 
 
-def cut(shape: Shape, rows: int, *, eager: bool = False) -> Block:
-    """Warps for a block, four or more where it has the rows, and what bounds their registers."""
+def warps_for(rows: int) -> int:
+    """Four or more where there are the rows."""
     per_warp = next((n for n in (32, 16) if rows % n == 0 and rows // n >= 4), 8)
-    wide = shape.state_dtype == torch.float32
-    return Block(rows, rows // per_warp, 128 if wide else 96, 4 if wide else 2, eager)
+    return rows // per_warp

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from replayssm.backends.cpu.build import BuildError, cache_folder
 
-SOURCES = ("device.cuh", "decode.cu")
+SOURCES = ("device.cuh", "config.cuh", "gates.cuh", "products.cuh", "flush.cuh", "decode.cu")
 STANDARD = "c++17"
 
 __all__ = ["BuildError", "compile_source", "machine_code", "missing_package", "source"]

@@ -1,7 +1,7 @@
 """One decode step with the kernels in CUDA C++: which kernel, its arguments, its launch.
 
-Everything that follows from shapes, dtypes and strides is worked out once for each combination. A step then packs
-addresses and strides into one structure and makes one launch on PyTorch's current stream.
+Everything that follows from dtypes, shapes, strides and options is worked out once for each combination. A step then
+packs the tensors' addresses and makes one launch on PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -18,24 +18,18 @@ from torch import Tensor
 from replayssm.backends.cuda import blocks, build, driver
 from replayssm.backends.step import Step
 
-# As `Params` in decode.cu: addresses; strides; scale to dt_max; flush_period to flags; types and flag bytes.
-_PARAMS = Struct("@18Q18q5f13i")
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+# As `Params` in config.cuh: addresses; then strides, scale to dt_max, flush_period.
+_ADDRESSES = Struct("@18Q")
+_REST = Struct("@18i5fi")
+_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", None: "none"}
 _L2_NORM, _SOFTPLUS, _BOUNDED, _ROW_CURSORS, _NORMAL_KEYS, _INPUT_RECORDS, _ZERO_PADDING = (2**i for i in range(7))
 _RECORDS = {"updates": 0, "normalised": _NORMAL_KEYS, "inputs": _INPUT_RECORDS}
-_FLAG_DTYPES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4}
-_ALIGNMENT = 16  # bytes, of the bulk copies and of vectors of the ring's keys
+_FLAG_BYTES = {None: 0, torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4}
+_ALIGNMENT = 16  # bytes, of the bulk copies and vectors
+_MOST_ROWS = 65535  # of a batch: the grid's second dimension
+_LARGEST_STRIDE = 2**31 - 1
 
 _arguments = driver.Arguments()
-
-
-class Plan(NamedTuple):
-    """How to run a step of one look; without a launch, why there is none."""
-
-    launch: driver.Launch | None
-    tiles: int  # blocks of a row
-    missing: str = ""
 
 
 class Layer(NamedTuple):
@@ -52,125 +46,128 @@ class Layer(NamedTuple):
     z: Tensor | None = None
 
 
+class Plan(NamedTuple):
+    """How to run a step of one look; without a launch, why there is none."""
+
+    launch: driver.Launch | None
+    tiles: int = 0  # blocks of a row
+    rest: bytes = b""  # of the arguments, behind the addresses
+    missing: str = ""
+
+
+_plans: dict[Any, Plan] = {}
+
+
 def decode(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...]) -> Tensor | None:
     """One step, or None where the kernels don't take these shapes, strides or this machine.
 
     Args:
         layer: see there.
         step: see :class:`replayssm.backends.step.Step`.
-        flags: of decode.cu, those that say something about the layer.
+        flags: of config.cuh, those that say something about the layer.
         numbers: scale, beta_scale, lower_bound, dt_min, dt_max.
     """
-    q, k, v, a, b, rate, bias, D, z = layer
-    checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, period, forced, records, out, zeroed = step
-    plan = _plan(
-        (
-            *(v.shape, v.dtype, k.shape, b is None, a.dim(), v.device),
-            *(checkpoint.dtype, checkpoint.stride(), ring_u.dtype, ring_u.stride()),
-            *(ring_k.dtype, ring_k.shape[2], ring_k.stride(), ring_g.stride()),
-        )
-    )
-    if plan.launch is None or (checkpoint.data_ptr() | ring_k.data_ptr()) % _ALIGNMENT:
-        return None
+    checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, _, forced, _, out, zeroed = step
+    v = layer.v
     if out is None or out.dtype != v.dtype:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         if not zeroed:
             out.zero_()
-    if not v.shape[0]:
-        return out
-    q, k, v = _last_dim_contiguous(q), _last_dim_contiguous(k), _last_dim_contiguous(v)
-    if a.dim() == 3:
-        a = _last_dim_contiguous(a)
-    if z is not None:
-        z = _last_dim_contiguous(z)
-    rate, write_pos, slots = rate.contiguous(), write_pos.contiguous(), slots.contiguous()
-    cursors_of_rows = checkpoint_slot is None
-    flags |= _RECORDS[records] | _ROW_CURSORS * cursors_of_rows | _ZERO_PADDING * zeroed
-    if bias is not None:
-        bias = bias.contiguous()
-    if checkpoint_slot is not None:
-        checkpoint_slot = checkpoint_slot.contiguous()
-    if forced is not None:
-        forced = (forced if forced.dtype in _FLAG_DTYPES else forced != 0).contiguous()
-    stride = Tensor.stride
-    _PARAMS.pack_into(
-        _arguments.buffer,
-        0,
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), a.data_ptr(), _address(b), rate.data_ptr()),
-        *(_address(bias), _address(D), _address(z), out.data_ptr()),
-        *(checkpoint.data_ptr(), ring_u.data_ptr(), ring_k.data_ptr(), ring_g.data_ptr()),
-        *(write_pos.data_ptr(), _address(checkpoint_slot), slots.data_ptr(), _address(forced)),
-        *(*stride(q)[:2], *stride(k)[:2], *stride(v)[:2], *stride(a)[:2], *_strides(b), *_strides(z)),
-        *((0, 0) if D is None else (D.stride(0), 0 if D.dim() == 1 else D.stride(1))),
-        *(checkpoint.stride(0), ring_u.stride(0), ring_k.stride(0), ring_g.stride(0)),
-        *numbers,
-        *(period, ring_k.shape[2], v.shape[1], v.shape[1] // k.shape[1], plan.tiles, flags),
-        *(_TYPES[a.dtype], _type(b), _TYPES[rate.dtype], _type(bias), _type(D), _type(z)),
-        0 if forced is None else _FLAG_DTYPES[forced.dtype],
+    look = _look(layer, step, flags, numbers)
+    plan = _plans.get(look)
+    if plan is None:
+        plan = _plans[look] = _make_plan(layer, step, flags, numbers)
+    addresses = (
+        *(0 if x is None else x.data_ptr() for x in layer),
+        *(out.data_ptr(), checkpoint.data_ptr(), ring_u.data_ptr(), ring_k.data_ptr(), ring_g.data_ptr()),
+        *(write_pos.data_ptr(), 0 if checkpoint_slot is None else checkpoint_slot.data_ptr(), slots.data_ptr()),
+        0 if forced is None else forced.data_ptr(),
     )
-    plan.launch(v.shape[0] * plan.tiles, _current_stream(v.device.index), _arguments)
+    if plan.launch is None or (addresses[9] | addresses[10] | addresses[11] | addresses[12]) % _ALIGNMENT:
+        return None
+    if v.shape[0]:
+        given = _arguments.bytes
+        _ADDRESSES.pack_into(given, 0, *addresses)
+        given[_ADDRESSES.size : _ADDRESSES.size + _REST.size] = plan.rest
+        plan.launch(plan.tiles, v.shape[0], _current_stream(v.device), _arguments)
     return out
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _look(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...]) -> Any:
+    """All that a plan follows from."""
+    given = [flags, numbers, step.flush_period, step.records, step.zero_padding, layer.v.shape, layer.v.device]
+    for x in (*layer, *step[:7], step.force_flush):
+        given += (None,) if x is None else (x.dtype, x.stride())
+    given.append(step.ring_k.shape)
+    return tuple(given)
 
 
-def _type(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else _TYPES[tensor.dtype]
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if tensor is None else tensor.stride()[:2]
-
-
-def _last_dim_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _current_stream(device: int) -> int:
+def _current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-@cache
-def _plan(look: tuple[Any, ...]) -> Plan:
-    """Choose and load the kernel for tensors of one look."""
-    v_shape, activation, k_shape, additive, a_rank, device, *state = look
-    state_dtype, checkpoint_stride, u_dtype, u_stride, k_dtype, ring_rows, k_stride, g_stride = state
-    (batch, num_v_heads, head_v_dim), (_, num_k_heads, head_k_dim) = v_shape, k_shape
-    channel, group = a_rank == 3, num_v_heads // num_k_heads
-    shape = blocks.Shape(channel, not additive, head_v_dim, head_k_dim, group, ring_rows, state_dtype)
-    gate = (head_k_dim,) if channel else ()
-    dense = (
-        (checkpoint_stride, (num_v_heads, head_v_dim, head_k_dim)),
-        (u_stride, (num_v_heads, ring_rows, head_v_dim)),
-        (k_stride, (num_k_heads, ring_rows, head_k_dim)),
-        (g_stride, (num_v_heads, ring_rows, *gate)),
-    )
-    if not all(_is_dense(stride[1:], sizes) for stride, sizes in dense):
-        return Plan(None, 0, "a slot's elements don't follow each other")
-    if checkpoint_stride[0] * state_dtype.itemsize % _ALIGNMENT or k_stride[0] * k_dtype.itemsize % _ALIGNMENT:
-        return Plan(None, 0, f"slots don't begin at multiples of {_ALIGNMENT} bytes")
+def _make_plan(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...]) -> Plan:
+    missing = _unsupported(layer, step)
+    if missing is not None:
+        return Plan(None, missing=missing)
+    v, a, checkpoint, device = layer.v, layer.a, step.checkpoint, layer.v.device
+    _, num_v_heads, head_v_dim, head_k_dim = checkpoint.shape
+    group, ring_rows = num_v_heads // step.ring_k.shape[1], step.ring_k.shape[2]
+    rules = (a.dim() == 3, layer.b is not None)
+    shape = blocks.Shape(*rules, head_v_dim, head_k_dim, group, num_v_heads, ring_rows, checkpoint.dtype)
     missing = shape.unsupported()
     if missing is not None:
-        return Plan(None, 0, missing)
+        return Plan(None, missing=missing)
     about = properties(device)
-    rows = batch * num_v_heads * head_v_dim
-    block = blocks.choose(shape, rows, about.multiprocessors, about.shared_bytes)
+    rows = v.shape[0] * num_v_heads * head_v_dim
+    block = blocks.choose(shape, v.dtype.itemsize, rows, about.multiprocessors, about.shared_bytes)
     if block is None:
-        return Plan(None, 0, "a multiprocessor's shared memory can't hold the ring's decays")
-    names = tuple(_NAMES[dtype] for dtype in (state_dtype, activation, u_dtype, k_dtype))
+        return Plan(None, missing="a multiprocessor's shared memory can't hold the ring's decays")
+    flags |= _RECORDS[step.records] | _ROW_CURSORS * (step.checkpoint_slot is None)
+    flags |= _ZERO_PADDING * step.zero_padding
+    options = {
+        "FLAGS": flags,
+        "FORCE_BYTES": _FLAG_BYTES[None if step.force_flush is None else step.force_flush.dtype],
+    }
+    types = {"C": checkpoint, "X": v, "U": step.ring_u, "K": step.ring_k, "A": a, "B": layer.b}
+    types |= {"RATE": layer.rate, "BIAS": layer.bias, "D": layer.D, "Z": layer.z}
+    names = {name: _TYPES[None if x is None else x.dtype] for name, x in types.items()}
     try:
-        launch = kernel(shape, block, names, device)
+        launch = kernel(tuple(macros(shape, block, names | options).items()), block, shape, v.dtype.itemsize, device)
     except build.BuildError as error:
         warnings.warn(f"{error}. Decode steps run on the triton backend.", RuntimeWarning, stacklevel=2)
-        return Plan(None, 0, str(error))
-    return Plan(launch, num_v_heads * head_v_dim // block.rows)
+        return Plan(None, missing=str(error))
+    rest = _REST.pack(*_strides(layer, step), *numbers, step.flush_period)
+    return Plan(launch, num_v_heads * head_v_dim // block.span, rest)
 
 
-def _is_dense(stride: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    wanted = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    return all(size == 1 or given == want for given, want, size in zip(stride, wanted, sizes, strict=True))
+def _unsupported(layer: Layer, step: Step) -> str | None:
+    """None if the kernels take tensors that lie in memory as these do, else why not."""
+    state = (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)
+    if not all(x[:1].is_contiguous() for x in state):
+        return "a slot's elements don't follow each other"
+    if any(x.stride(0) * x.element_size() % _ALIGNMENT for x in state[:3]):
+        return f"slots don't begin at multiples of {_ALIGNMENT} bytes"
+    lines = [layer.q, layer.k, layer.v, layer.z, layer.a if layer.a.dim() == 3 else None]
+    if any(x is not None and x.stride(-1) != 1 for x in lines):
+        return "the elements of a head don't follow each other"
+    whole = (layer.rate, layer.bias, step.write_pos, step.checkpoint_slot, step.slots, step.force_flush, step.out)
+    if not all(x is None or x.is_contiguous() for x in whole):
+        return "parameters, cursors, slots or outputs don't follow each other"
+    if step.force_flush is not None and step.force_flush.dtype not in _FLAG_BYTES:
+        return f"force_flush has dtype {step.force_flush.dtype}"
+    if layer.v.shape[0] > _MOST_ROWS or max(_strides(layer, step)) > _LARGEST_STRIDE:
+        return "the batch or a stride is too large"
+    return None
+
+
+def _strides(layer: Layer, step: Step) -> tuple[int, ...]:
+    q, k, v, a, b, _, _, D, z = layer
+    given = [tensor.stride()[:2] for tensor in (q, k, v, a)]
+    given += [(0, 0) if tensor is None else tensor.stride()[:2] for tensor in (b, z)]
+    skip = (0, 0) if D is None else (D.stride(0), 0 if D.dim() == 1 else D.stride(1))
+    slots = (tensor.stride(0) for tensor in (step.checkpoint, step.ring_u, step.ring_k, step.ring_g))
+    return (*(stride for pair in given for stride in pair), *skip, *slots)
 
 
 class Properties(NamedTuple):
@@ -189,38 +186,49 @@ def properties(device: torch.device) -> Properties:
     return Properties(found.multi_processor_count, driver.most_shared_bytes(device.index), architecture)
 
 
-def macros(shape: blocks.Shape, block: blocks.Block, names: tuple[str, ...]) -> dict[str, str]:
-    """What decode.cu leaves open.
+def macros(shape: blocks.Shape, block: blocks.Block, more: dict[str, Any]) -> dict[str, str]:
+    """What `Case` in config.cuh is made of.
 
     Args:
         shape: of the layer.
         block: how it is cut.
-        names: C++'s, of the types of checkpoint, activations, ring_u and ring_k.
+        more: the types, FLAGS and FORCE_BYTES.
     """
     values = {
         "CHANNEL": str(shape.channel).lower(),
         "DELTA": str(shape.delta).lower(),
-        **dict(zip("CXUK", names, strict=True)),
+        **more,
+        "GROUP": shape.group,
+        "V_HEADS": shape.num_v_heads,
         "D_V": shape.head_v_dim,
         "D_K": shape.head_k_dim,
+        "RING": shape.ring_rows,
         "ROWS": block.rows,
         "WARPS": block.warps,
+        "TILES": block.tiles,
+        "STAGES": block.stages,
         "REGISTERS": block.registers,
-        "FLUSH_PASSES": block.flush_passes,
         "EAGER": str(block.eager).lower(),
     }
     return {f"CASE_{name}": str(value) for name, value in values.items()}
 
 
 @cache
-def kernel(shape: blocks.Shape, block: blocks.Block, names: tuple[str, ...], device: torch.device) -> driver.Launch:
+def kernel(
+    macros: tuple[tuple[str, str], ...],
+    block: blocks.Block,
+    shape: blocks.Shape,
+    activation_bytes: int,
+    device: torch.device,
+) -> driver.Launch:
     """One kernel, compiled if need be, on one device.
 
     Raises:
         BuildError: it can't be had.
     """
-    code = build.machine_code(macros(shape, block, names), properties(device).architecture)
-    return driver.load(code, "replayssm_decode", device.index, block.threads, block.shared_bytes(shape))
+    code = build.machine_code(dict(macros), properties(device).architecture)
+    shared = block.shared_bytes(shape, activation_bytes)
+    return driver.load(code, "replayssm_decode", device.index, block.threads, shared)
 
 
 def gdn_decode(

@@ -12,6 +12,7 @@ struct bf16 {
 struct f16 {
     u16 bits;
 };
+struct none {};  // the type of what isn't there
 
 template <class A, class B> struct same {
     static constexpr bool value = false;
@@ -45,16 +46,27 @@ DEVICE u16 float_to_bf16(float x) {
     return r;
 }
 
+// Both to one unit in the last place: the exact ones branch into slow paths.
+DEVICE float reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+DEVICE float inverse_root(float x) {
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return fmaf(r * 0.5f, fmaf(-x * r, r, 1.0f), r);
+}
+
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
-// The same number, but the compiler doesn't know: what is computed from it is computed anew, not kept in registers.
-DEVICE int anew(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
 DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE float from_lane_after(float x, int distance) { return __shfl_down_sync(0xffffffffu, x, distance); }
+
+// The two bytes of each word that `selector` names, of x (0 to 3) and y (4 to 7).
+DEVICE u32 pick_bytes(u32 x, u32 y, u32 selector) { return __byte_perm(x, y, selector); }
 
 DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
@@ -62,8 +74,10 @@ DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generi
 DEVICE void barrier_init(u64* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+// Orders a thread's writes to shared memory before later bulk copies into it.
+DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Copy `bytes`, a multiple of 16 between addresses of such, from global to shared memory; the barrier's next phase ends
 // when they are there.
@@ -194,6 +208,11 @@ template <class T, int N> struct packed {
                 word[i] = two_of<T>(x[2 * i], x[2 * i + 1]);
         }
     }
+};
+
+// N consecutive numbers that one access moves.
+template <class T, int N> struct alignas(sizeof(T) * N) Few {
+    T x[N];
 };
 
 template <int LANES> DEVICE float sum_over_lanes(float x) {

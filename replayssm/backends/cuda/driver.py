@@ -18,7 +18,7 @@ _MOST_SHARED_BYTES = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _INVALID_CONTEXT = 201
 LARGEST_ARGUMENTS = 1024
 
-Launch = Callable[[int, int, "Arguments"], None]
+Launch = Callable[[int, int, int, "Arguments"], None]
 
 
 class Arguments(threading.local):
@@ -26,11 +26,12 @@ class Arguments(threading.local):
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(LARGEST_ARGUMENTS)
+        self.bytes = memoryview(self.buffer).cast("B")
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
 
 
 def load(code: bytes, name: str, device: int, threads: int, shared_bytes: int) -> Launch:
-    """Load one kernel for a device; gives ``launch(blocks, stream, arguments)``.
+    """Load one kernel for a device; gives ``launch(tiles, rows, stream, arguments)``.
 
     Raises:
         BuildError: the driver refuses the machine code, or the device lacks the shared memory.
@@ -44,8 +45,8 @@ def load(code: bytes, name: str, device: int, threads: int, shared_bytes: int) -
     _check(driver.cuKernelSetAttribute(*wanted), f"{shared_bytes} bytes of shared memory")
     function, start = kernel.value, driver.cuLaunchKernel
 
-    def launch(blocks: int, stream: int, arguments: Arguments) -> None:
-        given = (function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments.pointers, None)
+    def launch(tiles: int, rows: int, stream: int, arguments: Arguments) -> None:
+        given = (function, tiles, rows, 1, threads, 1, 1, shared_bytes, stream, arguments.pointers, None)
         failure = start(*given)
         if failure == _INVALID_CONTEXT:  # a thread that has made no call of its own to this device
             _check(driver.cuCtxSetCurrent(_context(device)), "cuCtxSetCurrent")

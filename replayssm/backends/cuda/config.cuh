@@ -1,0 +1,152 @@
+// What a decode kernel is compiled for, its arguments, and a block's shared memory.
+
+enum flag {
+    L2_NORM = 1,
+    SOFTPLUS = 2,
+    BOUNDED = 4,
+    ROW_CURSORS = 8,     // write_pos is [B], and each slot reads its own checkpoint
+    NORMAL_KEYS = 16,    // a record is (u, k, g) with the normalised key
+    INPUT_RECORDS = 32,  // a record is (x, B, Δ)
+    ZERO_PADDING = 64,
+};
+
+// As `_PARAMS` in decode.py. Strides in elements.
+struct Params {
+    const void *q, *k, *v, *a, *b, *rate, *bias, *d, *z;
+    void *y, *checkpoint, *ring_u, *ring_k;
+    float* ring_g;
+    const int *write_pos, *checkpoint_slot, *slots;
+    const void* force_flush;
+    int q_row, q_head, k_row, k_head, v_row, v_head, a_row, a_head, b_row, b_head, z_row, z_head, d_head, d_dim;
+    int checkpoint_stride, ring_u_stride, ring_k_stride, ring_g_stride;
+    float scale, beta_scale, lower_bound, dt_min, dt_max;
+    int flush_period;
+};
+
+// Everything that is the same in each step of a layer is a constant here: a block runs so few instructions for each
+// byte that working it out would cost more than the arithmetic (measured on an H200: 1.5 times the time).
+struct Case {
+    static constexpr bool CHANNEL = CASE_CHANNEL;  // gate: one decay per key channel
+    static constexpr bool DELTA = CASE_DELTA;      // rule
+    using C = CASE_C;                              // types: checkpoint,
+    using X = CASE_X;                              // activations,
+    using U = CASE_U;                              // rings,
+    using K = CASE_K;
+    using A = CASE_A;  // the gate's inputs and the parameters; none for those that aren't there
+    using B = CASE_B;
+    using RATE = CASE_RATE;
+    using BIAS = CASE_BIAS;
+    using D = CASE_D;
+    using Z = CASE_Z;
+    static constexpr int FLAGS = CASE_FLAGS;
+    static constexpr int FORCE_BYTES = CASE_FORCE_BYTES;  // of a flag in force_flush, 0 without
+    static constexpr int V_HEADS = CASE_V_HEADS, GROUP = CASE_GROUP, D_V = CASE_D_V, D_K = CASE_D_K;
+    static constexpr int RING = CASE_RING;  // rows
+    static constexpr int ROWS = CASE_ROWS;      // of a tile
+    static constexpr int TILES = CASE_TILES;    // that a block takes one after the other
+    static constexpr int STAGES = CASE_STAGES;  // of them in shared memory at once
+    static constexpr int WARPS = CASE_WARPS, THREADS = 32 * WARPS;
+    static constexpr bool EAGER = CASE_EAGER;  // fetch ring rows before the cursor says which are needed
+
+    static constexpr int RPW = ROWS / WARPS;                   // rows of a warp
+    static constexpr int OWN = RPW > 32 ? RPW / 32 : 1;        // rows of a thread, one after the other
+    static constexpr int HEADS = ROWS > D_V ? ROWS / D_V : 1;  // of a tile
+    static constexpr int SPAN = TILES * ROWS;
+    static constexpr int SPAN_HEADS = SPAN > D_V ? SPAN / D_V : 1;
+    // A part is what a block prepares together: all of its heads, or, with a channel gate's large decays, one.
+    static constexpr int PARTS = CHANNEL ? SPAN_HEADS : 1;
+    static constexpr int PART_TILES = TILES / PARTS;
+    static constexpr int PART_HEADS = SPAN_HEADS / PARTS;
+    static constexpr int KEY_HEADS = PART_HEADS > GROUP ? PART_HEADS / GROUP : 1;  // of a part
+    static constexpr int COLUMNS = 16;                       // of a lane, in sums over rows
+    static constexpr int LANES = D_K / COLUMNS;              // that share a row
+    static constexpr int PASS = 32 / LANES;                  // rows that a warp reads at once
+    static constexpr int VECTOR = 16 / static_cast<int>(sizeof(C));  // consecutive columns of a lane
+    static constexpr int PIECES = COLUMNS / VECTOR;
+    static constexpr int UNITS = 16;  // records that are fetched at once
+    static constexpr int UNIT_ROWS = (RING + UNITS - 1) / UNITS * UNITS;
+    static constexpr bool HALF_WIDE = sizeof(X) == 2;
+    // Products on the matrix units: of a 16-bit checkpoint with q and k; of 16-bit keys with q and k.
+    static constexpr bool MATRIX = sizeof(C) == 2;
+    static constexpr bool MATRIX_SCORES = !CHANNEL && sizeof(K) == 2 && same<K, X>::value;
+    static constexpr bool MATRIX_FLUSH = MATRIX_SCORES && same<K, bf16>::value && same<C, bf16>::value;
+    static constexpr int MATRICES = (RPW + 15) / 16;  // left operands that a warp's rows make
+    static constexpr bool HALF = RPW == 8;         // the lower eight rows of the only tile are none
+    // q and k as sums of so many numbers of the checkpoint's type.
+    static constexpr bool EXACT = !CHANNEL && same<C, X>::value;
+    static constexpr int TERMS = EXACT ? 1 : 3;
+
+    static_assert(ROWS % WARPS == 0 && RPW % PASS == 0, "rows don't divide into passes of warps");
+    static_assert(RPW <= 32 || RPW == 64 || RPW == 128, "rows don't divide into those of threads");
+    static_assert(!MATRIX || RPW % 16 == 0 || RPW == 8, "a matrix product takes 16 rows, or 8 and nothing");
+    static_assert(D_V % ROWS == 0 || ROWS % D_V == 0, "a tile is a part of a head, or whole heads");
+    static_assert(D_V % SPAN == 0 || SPAN % D_V == 0, "a block has a part of a head, or whole heads");
+    static_assert(GROUP % PART_HEADS == 0 || PART_HEADS % GROUP == 0, "a block has heads of a key head, or all of some");
+    static_assert(GROUP % HEADS == 0, "a tile has one key head");
+    static_assert(STAGES <= TILES && V_HEADS % SPAN_HEADS == 0, "there are not as many tiles");
+    static_assert(HEADS == 1 || (!CHANNEL && D_V % 16 == 0), "a pass lies in one head");
+};
+
+struct alignas(8) Pair {
+    float q, k;
+};
+
+// What a block's rows share.
+struct alignas(16) Products {
+    float kq, q_norm, k_norm, unused;
+};
+
+struct alignas(16) Head {
+    float total;  // decay of the checkpoint
+    float beta;
+    float input;  // Δ of Mamba-2
+    float unused;
+};
+
+// `shared_bytes` in blocks.py counts the same.
+template <class F> struct alignas(128) Memory {
+    typename F::C tile[F::STAGES][F::ROWS * F::D_K];
+    float keys[F::CHANNEL ? F::RING * F::D_K : 4];  // channel gate: decayed keys
+    float total[F::CHANNEL ? F::D_K : 4];           // and the decay of the checkpoint
+    typename F::X q[F::KEY_HEADS][F::D_K], k[F::KEY_HEADS][F::D_K];
+    Pair sums[F::ROWS];                                // S q and S k of a tile
+    Pair scores[F::KEY_HEADS][F::UNIT_ROWS];           // k_j·q and k_j·k, zero behind the cursor
+    float after[F::PART_HEADS][F::CHANNEL ? 4 : F::UNIT_ROWS];  // head gate: decays of the records, likewise
+    Products products[F::KEY_HEADS];
+    Head heads[F::PART_HEADS];
+    u64 barrier[F::STAGES];
+};
+
+// Which row of the batch, and where its slot stands.
+struct Row {
+    int row, slot, cursor;
+    bool flush;
+};
+
+template <class T> DEVICE float load(const void* from, i64 at) {
+    if constexpr (same<T, none>::value)
+        return 0.0f;
+    else
+        return to_float(static_cast<const T*>(from)[at]);
+}
+
+// Where a slot's own tensors lie.
+template <class F> DEVICE typename F::C* checkpoint_of(const Params& p, int slot, int first_row) {
+    return static_cast<typename F::C*>(p.checkpoint) + static_cast<i64>(slot) * p.checkpoint_stride + first_row * F::D_K;
+}
+
+template <class F> DEVICE typename F::K* ring_k_of(const Params& p, int slot, int key_head) {
+    return static_cast<typename F::K*>(p.ring_k) + static_cast<i64>(slot) * p.ring_k_stride +
+           key_head * (F::RING * F::D_K);
+}
+
+// Of row `row` of the slot's states, which are numbered through over the heads.
+template <class F> DEVICE typename F::U* ring_u_of(const Params& p, int slot, int row) {
+    return static_cast<typename F::U*>(p.ring_u) + static_cast<i64>(slot) * p.ring_u_stride +
+           (row / F::D_V * (F::RING * F::D_V) + row % F::D_V);
+}
+
+template <class F> DEVICE float* ring_g_of(const Params& p, int slot, int head) {
+    constexpr int GATES = F::CHANNEL ? F::D_K : 1;
+    return p.ring_g + static_cast<i64>(slot) * p.ring_g_stride + head * (F::RING * GATES);
+}

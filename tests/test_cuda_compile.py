@@ -1,0 +1,242 @@
+"""The CUDA sources compile for three GPU generations without spills, and what is compiled is kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from replayssm.backends.cuda import blocks, build, decode
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LARGE, SMALL = 10**7, 1000  # rows of states in a step
+SM90 = {"multiprocessors": 132, "shared_limit": 227 * 1024}
+
+#: channel gate, delta rule, d_v, d_k, value heads of a key head, value heads
+SHAPES = {
+    "gdn": (False, True, 128, 128, 2, 32),
+    "kda": (True, True, 128, 128, 1, 32),
+    "mamba2": (False, False, 64, 128, 16, 128),
+    "gdn-64x64": (False, True, 64, 64, 3, 24),
+    "mamba2-80x128": (False, False, 80, 128, 16, 128),
+    "mamba2-64x256": (False, False, 64, 256, 48, 48),
+}
+NAMES = {F32: "float", BF16: "bf16", F16: "f16"}
+
+
+def case(shape: str, state_dtype: torch.dtype, batch_rows: int) -> dict[str, str]:
+    """What decode.cu leaves open, for bfloat16 activations and the rings that go with them."""
+    layer = blocks.Shape(*SHAPES[shape], ring_rows=16, state_dtype=state_dtype)
+    block = blocks.choose(layer, 2, batch_rows, **SM90)
+    assert block is not None
+    types = {
+        "C": NAMES[state_dtype],
+        "X": "bf16",
+        "U": "bf16" if state_dtype == BF16 else "float",
+        "K": "bf16",
+        "A": "bf16",
+    }
+    types |= {"B": "bf16" if layer.delta else "none", "RATE": "float", "BIAS": "float"}
+    types |= {"D": "none" if layer.delta else "float", "Z": "none"}
+    return decode.macros(layer, block, types | {"FLAGS": 65 if layer.delta else 66, "FORCE_BYTES": 0})
+
+
+def compile_with_nvcc(macros: dict[str, str], architecture: str, folder: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills."""
+    source = folder / "decode.cu"
+    source.write_text(build.source())
+    target = f"-gencode=arch=compute_{architecture[3:]},code={architecture}"
+    options = ["-cubin", "-std=c++17", "--resource-usage", *(f"-D{name}={value}" for name, value in macros.items())]
+    command = ["nvcc", target, *options, "-o", str(folder / "decode.cubin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr, done.stderr
+    registers = re.findall(r"Used (\d+) registers", done.stderr)
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
+    return int(registers[0]), sum(map(int, spilled))
+
+
+def thorough(architecture: str, shape: str, state_dtype: torch.dtype, rows: int) -> object:
+    """CI has time for one case of each: the large blocks that a GPU of today runs, and one for each GPU to come."""
+    often = architecture == "sm_90a" and rows == LARGE and shape in ("gdn", "kda", "mamba2")
+    often |= architecture != "sm_90a" and (shape, state_dtype, rows) == ("gdn", BF16, LARGE)
+    name = f"{architecture}-{shape}-{NAMES[state_dtype]}-{'large' if rows == LARGE else 'small'}"
+    marks = [] if often and state_dtype != F16 else [pytest.mark.thorough]
+    return pytest.param(architecture, shape, state_dtype, rows, marks=marks, id=name)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
+@pytest.mark.parametrize(
+    ("architecture", "shape", "state_dtype", "rows"),
+    [
+        thorough(architecture, shape, state_dtype, rows)
+        for architecture in ("sm_90a", "sm_100a", "sm_120a")
+        for shape in SHAPES
+        for state_dtype in (F32, BF16, F16)
+        for rows in (LARGE, SMALL)
+    ],
+)
+def test_kernels_compile_without_spills(
+    architecture: str, shape: str, state_dtype: torch.dtype, rows: int, tmp_path: Path
+) -> None:
+    macros = case(shape, state_dtype, rows)
+    registers, spilled = compile_with_nvcc(macros, architecture, tmp_path)
+    print(f"\n{architecture} {shape} {state_dtype}: {registers} registers, {macros['CASE_ROWS']} rows")
+    assert spilled == 0
+    assert registers <= int(macros["CASE_REGISTERS"])
+
+
+def test_nvrtc_compiles_them_through_cuda_core() -> None:
+    if build.missing_package():
+        pytest.skip(build.missing_package())
+    try:
+        code = build.compile_source(case("gdn", F32, LARGE), "sm_90a")
+    except build.BuildError as error:
+        if "NotFound" in str(error):
+            pytest.skip(f"no NVRTC: {error}")
+        raise
+    assert code.startswith(b"\x7fELF")
+    assert b"replayssm_decode" in code
+
+
+def test_source_that_does_not_compile_says_so_in_one_line() -> None:
+    if build.missing_package():
+        pytest.skip(build.missing_package())
+    with pytest.raises(build.BuildError, match="^NVRTC can't compile the kernel for sm_90a: .*$") as error:
+        build.compile_source({"CASE_CHANNEL": "maybe"}, "sm_90a")
+    assert "\n" not in str(error.value)
+
+
+# --- the cache
+
+MACROS = {"CASE_ROWS": "128"}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Architectures that were compiled for, with a compiler that gives its arguments' names, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls: list[str] = []
+
+    def fake(macros: dict[str, str], architecture: str) -> bytes:
+        calls.append(architecture)
+        return f"code of {macros} for {architecture}".encode()
+
+    monkeypatch.setattr(build, "compile_source", fake)
+    return calls
+
+
+def test_what_was_compiled_once_is_taken_from_the_cache(compiled: list[str], tmp_path: Path) -> None:
+    first = build.machine_code(MACROS, "sm_90a")
+    assert build.machine_code(MACROS, "sm_90a") == first
+    assert compiled == ["sm_90a"]
+    (kept,) = (tmp_path / "replayssm").iterdir()
+    assert kept.name == f"cuda-{build.fingerprint(MACROS, 'sm_90a')}.cubin"
+
+
+@pytest.mark.parametrize("changed", ["source", "macros", "architecture"])
+def test_source_options_and_architecture_decide_the_name(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build.fingerprint(MACROS, "sm_90a")
+    macros, architecture = MACROS, "sm_90a"
+    if changed == "source":
+        monkeypatch.setattr(build, "source", lambda: "another")
+    elif changed == "macros":
+        macros = {"CASE_ROWS": "64"}
+    else:
+        architecture = "sm_100a"
+    assert build.fingerprint(macros, architecture) != before
+
+
+def cut_short(kept: Path) -> None:
+    kept.write_bytes(kept.read_bytes()[:-1])
+
+
+def empty(kept: Path) -> None:
+    kept.write_bytes(b"")
+
+
+def replaced(kept: Path) -> None:
+    kept.write_bytes(b"\x7fELF" + bytes(200))
+
+
+@pytest.mark.parametrize("spoil", [cut_short, empty, replaced])
+def test_a_spoilt_file_is_compiled_again(spoil: Callable[[Path], None], compiled: list[str], tmp_path: Path) -> None:
+    first = build.machine_code(MACROS, "sm_90a")
+    (kept,) = (tmp_path / "replayssm").iterdir()
+    whole = kept.read_bytes()
+    spoil(kept)
+    assert build.machine_code(MACROS, "sm_90a") == first
+    assert kept.read_bytes() == whole
+    assert len(compiled) == 2
+
+
+def no_folder(cache: Path) -> None:
+    cache.rmdir()
+    cache.write_text("a file where a folder should be")
+
+
+def read_only(cache: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("a superuser writes everywhere")
+    cache.chmod(0o500)
+
+
+def full(cache: Path) -> None:
+    """As on a full disk: the file can be made, and not moved to its place."""
+    (cache / "replayssm" / f"cuda-{build.fingerprint(MACROS, 'sm_90a')}.cubin").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("spoil", [no_folder, read_only, full])
+def test_without_a_usable_cache_folder_each_process_compiles(
+    spoil: Callable[[Path], None], compiled: list[str], tmp_path: Path
+) -> None:
+    spoil(tmp_path)
+    first = build.machine_code(MACROS, "sm_90a")
+    assert build.machine_code(MACROS, "sm_90a") == first
+    assert len(compiled) == 2
+    assert not list(tmp_path.glob("**/.building-*")) if tmp_path.is_dir() else True
+
+
+def test_without_cuda_core_the_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    assert build.missing_package() == "cuda-core is not installed, which compiles its kernels"
+
+
+# --- a machine where a kernel can't be had
+
+
+def test_a_kernel_that_cannot_be_compiled_is_told_once_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the triton backend on a GPU; here, emulated, by torch's."""
+    emulated_cuda = pytest.importorskip("emulated_cuda")
+    from oracle import Layer, relative_error
+
+    from replayssm import ReplayPool
+
+    emulated_cuda.install(monkeypatch)
+
+    def kernel(*args: object) -> None:
+        raise build.BuildError("NVRTC can't compile the kernel for sm_90a: out of order")
+
+    monkeypatch.setattr(decode, "kernel", kernel)
+    layer = Layer("gdn", 1, 1, 64, 64, backend="cuda")
+    pool = ReplayPool([layer.spec], 1, ring_len=2, backend="cuda")
+    slots = pool.slot_tensor(pool.alloc(1))
+    state = layer.zero_state(1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            inputs = layer.draw(1)
+            y = layer.decode(inputs, **pool.state_args(0), slots=slots)
+            pool.advance(slots)
+            state, expected = layer.reference(inputs, state)
+            assert relative_error(y, expected) < 1e-6
+    (said,) = [str(warning.message) for warning in told]
+    assert said.endswith("out of order. Decode steps run on the triton backend.")
+    decode._plans.clear()
