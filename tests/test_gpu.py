@@ -12,7 +12,7 @@ from oracle import KINDS, SHAPES, Layer, relative_error
 from test_triton import new_pool
 from torch import Tensor
 
-from replayssm import ops
+from replayssm import ReplayPool, ops
 from replayssm.ops.rows import delta_decode_rows, mamba2_decode_rows
 
 pytestmark = pytest.mark.gpu
@@ -474,3 +474,25 @@ def test_compiles_with_inductor_without_graph_breaks(kind: str) -> None:
 
     for mine, expected in zip(run(torch.compile(step, fullgraph=True)), run(step), strict=True):
         assert torch.equal(mine, expected)
+
+
+#: H_k, H_v, d_k, d_v of released models
+RELEASED = {"gdn": (16, 32, 128, 128), "kda": (32, 32, 128, 128), "mamba2": (8, 128, 128, 64)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", RELEASED)
+def test_a_row_of_a_large_batch_has_the_bits_that_it_has_alone(kind: str, backend: str) -> None:
+    """Kernels cut the work of 256 rows otherwise than that of one: through two flushes, outputs and state."""
+    layer = Layer(kind, *RELEASED[kind], dtype=BF16, device="cuda")
+    settings = {"ring_len": 3, "activation_dtype": BF16, "device": "cuda", "backend": backend}
+    many, alone = (ReplayPool([layer.spec], slots, **settings) for slots in (256, 1))
+    all_slots, one = many.slot_tensor(many.alloc(256)), alone.slot_tensor(alone.alloc(1))
+    for _ in range(7):
+        inputs = layer.draw(256)
+        y = layer.decode(inputs, **many.state_args(0), slots=all_slots)
+        mine = layer.decode({n: x[201:202] for n, x in inputs.items()}, **alone.state_args(0), slots=one)
+        many.advance(all_slots)
+        alone.advance(one)
+        assert torch.equal(y[201:202], mine)
+    assert torch.equal(many.read_state(0, [201]), alone.read_state(0, [0]))

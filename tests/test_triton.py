@@ -322,9 +322,9 @@ def test_registered_correctly_with_torch_library(kind: str, place: dict[str, str
         torch.library.opcheck(getattr(torch.ops.replayssm, name).default, args, test_utils=utils)
 
 
-def run_rows(kind: str, backend: str, device: str) -> list[Tensor]:
+def run_rows(kind: str, backend: str, device: str, head_v_dim: int = 8) -> list[Tensor]:
     """Outputs, checkpoint and ring after 8 steps of an operator for callers that own their cursors."""
-    layer = Layer(kind, 1, 2 if kind == "gdn" else 1, 8, 8, device=device, backend=backend)
+    layer = Layer(kind, 1, 2 if kind == "gdn" else 1, 8, head_v_dim, device=device, backend=backend)
     pool = ReplayPool([layer.spec], 4, ring_len=3, device=device, backend=backend)
     poison(pool)
     pool.alloc(4)
@@ -334,7 +334,7 @@ def run_rows(kind: str, backend: str, device: str) -> list[Tensor]:
     outputs = []
     for _ in range(8):
         x = layer.draw(3)
-        out = torch.full((3, layer.num_v_heads, 8), 7.0, device=device)
+        out = torch.full((3, layer.num_v_heads, head_v_dim), 7.0, device=device)
         flush = cursors == 2
         common = {"checkpoint": state["checkpoint"], "write_pos": cursors, "slots": slots, "out": out}
         common |= {"backend": backend}
@@ -358,3 +358,47 @@ def test_rows_operators_equal_pytorchs(kind: str, place: dict[str, str]) -> None
     for x, reference in zip(mine, expected, strict=True):
         assert relative_error(x.nan_to_num(3.0), reference.nan_to_num(3.0)) < 1e-6
         assert torch.equal(x.isnan(), reference.isnan())
+
+
+def run_steps(kind: str, device: str) -> list[Tensor]:
+    """Outputs and the whole state of decodes, natural and forced flushes, windows of one token that fold, padding."""
+    layer = Layer(kind, 1, 2 if kind in {"gdn", "mamba2"} else 1, 8, 20, device=device, backend="triton")
+    pool = new_pool(layer, 3, 3, max_window=1)
+    rows = pool.alloc(3)
+    slots, one = pool.slot_tensor([rows[2], -1, rows[0]]), torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
+    outputs = []
+    for step in range(8):
+        if step != 6:
+            force = torch.tensor([False, True, step == 5], device=device)
+            outputs.append(layer.decode(layer.draw(3), **pool.state_args(0), slots=slots, force_flush=force))
+            pool.advance(slots, force)
+        else:
+            for _ in range(4):
+                window = layer.verify(layer.draw_window(3, 1), **pool.verify_args(0), slots=slots, num_tokens=one)
+                pool.commit(slots, one, one)
+                outputs.append(window.squeeze(1))
+    assert pool.counters()["folds"] > 0
+    return [torch.stack(outputs), *pool.fold_args(0).values()]
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2"])
+def test_tiles_one_after_the_other_or_at_once_give_the_same_bits(
+    kind: str, place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large batch has a program take several tiles of a head; 20 rows are two of 8 and half a one."""
+    from replayssm.backends.triton import decode
+
+    found = []
+    for enough, tiles in ((10**9, 1), (1, 3)):
+        monkeypatch.setattr(decode, "ENOUGH_PROGRAMS", enough)
+        assert decode.tiles_of_a_program(3, 2, 3) == tiles
+        found.append([*run_steps(kind, place["device"]), *run_rows(kind, "triton", place["device"], head_v_dim=20)])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x.nan_to_num(3.0), y.nan_to_num(3.0))
+
+
+def test_the_largest_batches_have_programs_of_many_tiles() -> None:
+    from replayssm.backends.triton import decode
+
+    assert decode.tiles_of_a_program(1, 32, 16) == 1
+    assert decode.tiles_of_a_program(256, 32, 16) == 8

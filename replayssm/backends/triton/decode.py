@@ -268,12 +268,12 @@ def _decode_kernel(
                     key *= tl.exp(behind)
                     behind += tl.load(g_at, mask=is_k, other=0.0)
                 else:
-                    past = tl.load(ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + j)
+                    g_j = tl.load(ring_g_ptr + slot * ring_g_stride + head * RING_ROWS + j)
                     update *= tl.exp(behind)
                     if INPUT_RECORDS:
-                        update *= past
-                        past *= rate
-                    behind += past
+                        update *= g_j
+                        g_j *= rate
+                    behind += g_j
                 state += update[:, None] * key[None, :]
             own = checkpoint_ptr + slot * checkpoint_stride + tile_offset
             tl.store(own, state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
