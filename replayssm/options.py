@@ -32,8 +32,8 @@ class LoadOptions:
 class GenerateOptions:
     """How tokens are generated. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 keep every token.
 
-    With `speculate`, `num_draft` tokens are drafted ahead, or fewer where that pays more, unless `fixed_draft`;
-    `tree` is the number of candidates for each place, 1 for a chain.
+    With `speculate`, `num_draft` tokens are drafted ahead; with a draft model or a tree fewer where that pays more,
+    unless `fixed_draft`. `tree` is the number of candidates for each place, 1 for a chain.
 
     Raises:
         InputError: a value out of its range; the message names the option.

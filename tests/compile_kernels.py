@@ -145,9 +145,17 @@ def resources(compiled: Any, target: str) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", usage)[1]), len(re.findall(r"\b(?:STL|LDL)\b", sass))
 
 
+#: In the names of kernels that differ from another in little.
+VARIANTS = (" bf16", "normalised", "inputs", "window of one")
+
+
 def main() -> None:
+    """Targets, all by default, and `main` for one kernel of those that differ in little."""
+    targets = [name for name in sys.argv[1:] if name != "main"]
     for name, (what, num_warps) in sources().items():
-        for target in sys.argv[1:] or TARGETS:
+        if "main" in sys.argv and any(variant in name for variant in VARIANTS):
+            continue
+        for target in targets or TARGETS:
             compiled = triton.compile(what, target=TARGETS[target], options={"num_warps": num_warps})
             registers, spills = resources(compiled, target)
             row = {"kernel": name, "target": target, "registers": registers, "spills": spills}

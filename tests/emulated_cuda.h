@@ -149,6 +149,7 @@ inline unsigned short float_to_bf16(float x) {
     return static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+inline float fast_exp(float x) { return std::exp(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 

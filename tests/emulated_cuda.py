@@ -53,7 +53,7 @@ def _folder() -> Path:
 
 @cache
 def kernel(
-    macros: tuple[tuple[str, str], ...], block: Block, shape: Shape, activation_bytes: int, device: torch.device
+    macros: tuple[tuple[str, str], ...], block: Block, shape: Shape, activations: torch.dtype, device: torch.device
 ) -> driver.Launch:
     """In place of :func:`replayssm.backends.cuda.decode.kernel`."""
     name = build.fingerprint(dict(macros), "cpu")
@@ -64,7 +64,7 @@ def kernel(
     options = ["-std=c++17", "-O1", "-mfma", "-w", "-shared", "-fPIC", *(f"-D{k}={v}" for k, v in macros)]
     subprocess.run(["g++", *options, source, "-o", library], check=True)
     emulate = ctypes.CDLL(str(library)).emulate
-    shared = block.shared_bytes(shape, activation_bytes)
+    shared = block.shared_bytes(shape, activations)
     return lambda tiles, rows, stream, arguments: emulate(tiles, rows, arguments.buffer, shared)
 
 

@@ -21,8 +21,9 @@ async def tokens_of(engine: AsyncEngine, prompt, params=GREEDY) -> list[int]:
 
 
 async def until(condition) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,9 @@ def test_streams_beside_each_other_give_what_each_alone_gives(run_ahead):
 
     async def main():
         async with AsyncEngine(engine_with(run_ahead=run_ahead)) as engine:
-            return await asyncio.gather(*(tokens_of(engine, prompt) for prompt in prompts))
+            tokens = await asyncio.gather(*(tokens_of(engine, prompt) for prompt in prompts))
+            await until(lambda: not engine._streams)  # nothing is kept of what is done
+            return tokens
 
     assert asyncio.run(main()) == [greedy(prompt, 24) for prompt in prompts]
 
@@ -59,6 +62,35 @@ def test_leaving_a_stream_cancels_its_request():
     assert_all_is_accounted_for(asyncio.run(main()))
 
 
+def test_a_stream_that_is_left_does_not_take_a_later_one_of_its_name_along():
+    async def main():
+        async with AsyncEngine(engine_with()) as engine:
+            done = await engine.start([1, 2], GREEDY, request_id="chat")
+            await until(lambda: not engine.engine.requests)
+            later = await engine.start([4, 5], GREEDY, request_id="chat")
+            await done.aclose()
+            with pytest.raises(InputError, match="is that of a request that isn't finished"):
+                await engine.start([6], GREEDY, request_id="chat")
+            async with asyncio.timeout(10):
+                return [token async for update in later for token in update.token_ids]
+
+    assert asyncio.run(main()) == greedy([4, 5], 24)
+
+
+def test_who_waits_for_a_stream_that_another_closes_is_told_so():
+    async def main():
+        async with AsyncEngine(engine_with(max_rows=1)) as engine:
+            running = await engine.start([1], ENDLESS)
+            waiting = await engine.start([2], ENDLESS)
+            reader = asyncio.create_task(anext(waiting, "nothing"))
+            await anext(running)
+            assert not reader.done()
+            await waiting.aclose()
+            return await asyncio.wait_for(reader, 5)
+
+    assert asyncio.run(main()) == "nothing"
+
+
 def test_a_task_that_is_cancelled_at_any_moment_leaves_nothing_behind():
     rng = random.Random(1)
 
@@ -70,6 +102,7 @@ def test_a_task_that_is_cancelled_at_any_moment_leaves_nothing_behind():
             task.cancel()
         assert all(isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*tasks, return_exceptions=True))
         await until(lambda: not engine.engine.requests)
+        assert engine.stats().finished == 0, "one that nobody listens to was served to its end"
         await engine.shutdown()
         return engine.engine
 

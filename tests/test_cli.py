@@ -125,8 +125,9 @@ def test_a_model_folder_works_like_its_bundled_name(replayssm, folder):
     assert by_folder["token_ids"] == by_name["token_ids"]
 
 
-def test_streamed_text_is_the_text(replayssm):
-    args = ("generate", "--prompt", PROMPT, "--max-new-tokens", "40")
+@pytest.mark.parametrize("extra", [(), ("--no-replay",)], ids=["replay", "no replay"])
+def test_streamed_text_is_the_text(replayssm, extra):
+    args = ("generate", "--prompt", PROMPT, "--max-new-tokens", "40", *extra)
     plain, streamed = replayssm(*args), replayssm(*args, "--stream")
     assert plain[0] == streamed[0] == 0
     assert plain[1] == streamed[1]

@@ -52,9 +52,28 @@ def test_speculation_gives_the_plain_tokens_and_reports_itself(generated, model,
     assert told["state_bytes_written"] < told["state_bytes_written_stepwise"]
 
 
-def test_a_seed_makes_sampled_speculation_repeatable(generated):
-    args = ("--speculate", "ngram", "--temperature", "0.9", "--top-p", "0.9", "--seed", "5")
+@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
+def test_a_seed_draws_the_same_tokens_with_drafts_and_without(generated, drafter):
+    args = ("--temperature", "0.9", "--top-p", "0.9", "--seed", "5")
+    told = generated(*args, "--speculate", drafter)
+    assert told["speculation"]["drafted"] > 0
+    assert told["token_ids"] == generated(*args)["token_ids"]
+
+
+@pytest.mark.parametrize("tree", [(), ("--tree", "2")], ids=["engine", "tree"])
+def test_a_seed_makes_sampled_speculation_repeatable(generated, tree):
+    args = ("--speculate", "ngram", *tree, "--temperature", "0.9", "--top-p", "0.9", "--seed", "5")
     assert generated(*args)["token_ids"] == generated(*args)["token_ids"]
+
+
+@pytest.mark.parametrize("args", [("ngram",), ("ngram", "--tree", "2")], ids=["engine", "tree"])
+def test_streamed_text_is_the_text_with_drafts_too(capfd, args):
+    texts = []
+    for stream in ([], ["--stream"]):
+        capfd.readouterr()
+        assert cli.run(["generate", *PROMPT, "--speculate", *args, *stream]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] != "\n"
 
 
 def test_the_longest_draft_fills_a_window():

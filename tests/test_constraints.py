@@ -236,6 +236,14 @@ def test_a_constraint_that_does_not_compile_is_refused_in_one_line(settings, mes
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"regex": r"[^\s\S]"}, {"regex": r"a[^\s\S]"}, {"json_schema": '{"$ref": "#"}'}], ids=str
+)
+def test_a_constraint_that_nothing_keeps_to_is_refused(settings):
+    with pytest.raises(InputError, match="^(regex|json_schema) allows no output at all"):
+        shared().start(SamplingParams(**settings))
+
+
 def test_without_llguidance_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)

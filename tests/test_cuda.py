@@ -62,7 +62,6 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             ("large", "gdn-128x128-ratio2"),
             ("large", "kda-bounded-64x64"),
             ("large", "mamba2-80x128-groups1"),
-            ("small", "gdn-64x64-ratio3"),
             ("small", "mamba2-64x256"),
         },
     ),
@@ -125,7 +124,7 @@ def test_products_with_a_16_bit_checkpoint_are_exact(
     ("shape", "state"),
     sometimes(
         product(("gdn-128x128-ratio2", "kda-bounded-64x64", "mamba2-80x128-groups1"), ("f32", "bf16")),
-        {("gdn-128x128-ratio2", "bf16"), ("kda-bounded-64x64", "f32")},
+        {("gdn-128x128-ratio2", "bf16")},
     ),
 )
 def test_same_row_same_bits_however_a_step_is_cut(shape: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +146,40 @@ def test_same_row_same_bits_however_a_step_is_cut(shape: str, state: str, monkey
     for outputs, folded in results[1:]:
         assert torch.equal(outputs, results[0][0])
         assert torch.equal(folded, results[0][1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ("gdn-128x128-ratio2", blocks.Block(64, 4, 4, 2, 168)),
+        pytest.param("gdn-128x128-ratio2", blocks.Block(32, 2, 8, 3, 168), marks=pytest.mark.thorough),
+        pytest.param("kda-128x128", blocks.Block(64, 2, 4, 2, 168), marks=pytest.mark.thorough),
+    ],
+    ids=["4-tiles-of-2-heads", "8-tiles-3-at-once", "2-heads-with-channel-gates"],
+)
+def test_several_tiles_in_a_block_change_no_bit(
+    shape: str, block: blocks.Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the copies have to be made again, from another slot's checkpoint."""
+    results = []
+    for chosen in (None, block):
+        emulated_cuda.install(monkeypatch)
+        if chosen is not None:
+            monkeypatch.setattr(blocks, "choose", lambda *_: block)
+        layer = Layer.named(shape, backend="cuda")
+        pool = new_pool(layer, 4, 3, state_dtype=F32)
+        first = pool.alloc(1)
+        outputs = []
+        for step in range(5):
+            if step == 2:
+                forked = pool.fork(pool.snapshot(first[0]))
+            batch = [first[0], *([-1, forked] if step > 1 else [])]
+            slots = pool.slot_tensor(batch)
+            outputs.append(layer.decode(layer.draw(len(batch)), **pool.state_args(0), slots=slots).flatten())
+            pool.advance(slots)
+        results.append((torch.cat(outputs), pool.read_state(0, [first[0], forked])))
+    for mine, expected in zip(*results, strict=True):
+        assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize(
@@ -244,11 +277,11 @@ def test_blocks_divide_the_heads_of_a_key_head(head_v_dim: int, state_dtype: tor
         heads = group * key_heads
         shape = blocks.Shape(channel, True, head_v_dim, head_k_dim, group, heads, 16, state_dtype)
         for rows in (100, 10_000, 1_000_000):
-            block = blocks.choose(shape, 2, rows, 132, 227 * 1024)
+            block = blocks.choose(shape, BF16, rows, 132, 227 * 1024)
             assert block is not None
             assert block.fits(shape)
             assert head_v_dim % block.rows == 0 or (group * head_v_dim) % block.rows == 0 == block.rows % head_v_dim
             assert heads * head_v_dim % block.span == 0
             assert block.rows % block.warps == 0
             assert block.rows // block.warps in (8, 16, 32)
-            assert block.shared_bytes(shape, 2) <= 227 * 1024
+            assert block.shared_bytes(shape, BF16) <= 227 * 1024

@@ -163,6 +163,7 @@ def test_preemption_loses_no_token_and_sends_none_twice(ahead):
     assert engine.stats().preemptions > 0
     whole = engine_with(max_rows=1)
     assert [o.completions[0].token_ids for o in outputs] == tokens_of(whole, prompts, params)
+    assert not any(o.cached_tokens for o in outputs), "what a sample finds of itself again was not cached for it"
     assert_all_is_accounted_for(engine)
 
 
@@ -340,7 +341,7 @@ def test_offline_requests_are_dropped_when_serving_breaks_off():
 
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2], [3, 4]], GREEDY, on_update=interrupt)
-    run(engine)
+    assert run(engine) == {}
     assert_all_is_accounted_for(engine)
 
 
@@ -380,11 +381,30 @@ def test_speculation_changes_no_token_and_saves_steps():
     assert stats.accepted > 10
     assert stats.drafted > stats.accepted
     assert stats.steps < plain.stats().steps
+    steps_of_rows = stats.counters["decode_steps"] + stats.counters["verify_steps"]
+    assert len(prompts) + steps_of_rows + stats.accepted == stats.generated_tokens  # the first ones are the prefills'
     longer = [prompt + tokens + [7] for prompt, tokens in zip(prompts, expected, strict=True)]
     hits = [output.cached_tokens for output in speculating.generate(longer, GREEDY)]
     assert min(hits) >= 56  # snapshots of decoding rows hold what was accepted, and no more
     assert tokens_of(speculating, longer) == [greedy(prompt, 24) for prompt in longer]
     assert_all_is_accounted_for(speculating)
+
+
+def test_a_window_that_ends_a_sample_gives_nothing_behind_its_end():
+    engine, cut = engine_with(speculate="ngram", num_draft=4, max_rows=4), 0
+    beginning = random_prompt(random.Random(15), 9)
+    prompt = [*beginning, *greedy(beginning, 200)]  # has repetitions, so that drafts are right
+    whole = [token for token in greedy(prompt, 30) if token != EOS]
+    for stop in set(whole):
+        params = SamplingParams(temperature=0, max_tokens=30, logprobs=1, stop_token_ids=(stop,))
+        before = engine.stats()
+        (completion,) = engine.generate([prompt], params)[0].completions
+        after = engine.stats()
+        assert completion.token_ids == whole[: whole.index(stop) + 1]
+        assert [entry.token for entry in completion.logprobs] == completion.token_ids
+        steps = sum(after.counters[name] - before.counters[name] for name in ("decode_steps", "verify_steps"))
+        cut += 1 + steps + after.accepted - before.accepted - len(completion.token_ids)
+    assert cut > 0, "no window held tokens behind an end"
 
 
 def test_speculation_reads_each_step_before_the_next_although_told_to_run_ahead():

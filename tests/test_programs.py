@@ -268,12 +268,12 @@ def unused_as_nan(inputs: dict[str, Tensor], counts: list[int]) -> dict[str, Ten
 
 
 def programs(device: str, backend: str) -> Any:
-    """The test case of one backend: 200 examples, about 5,000 steps of a slot, two fifths of them windows."""
+    """The test case of one backend: 150 examples, about 4,000 steps of a slot, two fifths of them windows."""
     name = f"Programs_{device}_{backend}"
     case = type(name, (Programs,), {"place": {"device": device, "backend": backend}}).TestCase
     interpreted = (device, backend) == ("cpu", "triton")  # 10 s for an example of 50 calls
     case.settings = settings(
-        max_examples=4 if interpreted else 200,
+        max_examples=3 if interpreted else 150,
         stateful_step_count=30 if interpreted else 50,
         deadline=None,
         derandomize=True,

@@ -211,6 +211,29 @@ def test_a_sequence_whose_token_is_in_flight_waits_until_it_is_read():
     assert desk.step().joined == [sequence]
 
 
+def test_a_row_is_taken_from_nobody_of_the_same_priority():
+    desk = Desk(rows=2)
+    first = desk.add(range(1, 6))
+    first.in_flight = 1  # as after a preemption
+    others = [desk.add(range(start, start + 5), new=9) for start in (11, 21)]
+    assert desk.step().joined == others
+    first.in_flight = 0
+    desk.run()
+    assert desk.scheduler.preemptions == 0
+    assert first.finished
+
+
+def test_nobody_waits_for_a_prefix_of_one_that_stands_behind():
+    desk = Desk(budget=64)
+    first = desk.add([*range(1, 61), 70])
+    first.in_flight = 1  # as after a preemption
+    second = desk.add([*range(1, 61), 80])
+    desk.step()
+    assert second.phase is Phase.PREFILL
+    first.in_flight = 0
+    assert desk.step().joined == [first]
+
+
 def test_cached_pages_go_before_a_sequence_has_to():
     desk = Desk(pages=8)
     desk.add(range(1, 16), new=1)

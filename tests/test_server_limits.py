@@ -107,6 +107,8 @@ IMPOSSIBLE = {
     "one prompt empty": (completion(prompt=["a", ""]), "prompt"),
     "no prompts": (completion(prompt=[]), "prompt"),
     "no tokens": (completion(prompt=[[]]), "prompt"),
+    "echo of a token below all": (completion(prompt=[-1], echo=True), "prompt"),
+    "echo of a token above all": (completion(prompt=[2**40], echo=True), "prompt"),
     "prompt of numbers": (completion(prompt=[1.5]), "prompt"),
     "prompt of truths": (completion(prompt=[True, False]), "prompt"),
     "prompt mixed": (completion(prompt=["a", 1]), "prompt"),
@@ -211,6 +213,16 @@ def test_a_template_that_fails_is_the_requests_fault(server, monkeypatch):
     assert "roles must alternate" in error["message"]
 
 
+def test_half_a_character_that_a_template_writes_is_the_requests_fault(server, monkeypatch):
+    template = "{{ messages[1].tool_calls[0].function.arguments.a }}"
+    monkeypatch.setattr(server.service.reader._tokenizer, "chat_template", template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    status, _, error = ask(server, chat(messages=messages), "/v1/chat/completions")
+    assert (status, error["param"]) == (400, "messages")
+    assert "can't be tokenized" in error["message"]
+
+
 # --- size, time, type and place
 
 
@@ -269,6 +281,7 @@ def test_a_content_type_may_name_its_charset(server):
         ("DELETE", "/v1/chat/completions", 405),
         ("POST", "/health", 405),
         ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/completions/", 404),
         ("GET", "/", 404),
         ("GET", "/docs", 404),
         ("GET", "/openapi.json", 404),

@@ -45,6 +45,32 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_it_has_here(tmp_path, param
     assert_all_is_accounted_for(other)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"ring_len": 1}, {"replay": False}, {"chunk_tokens": 4}, {"prefix_cache": False}, {"speculate": "ngram"}],
+    ids=str,
+)
+def test_a_request_without_a_seed_goes_on_with_its_draws_under_other_options(tmp_path, options):
+    engine, name, before = partly_served(SamplingParams(temperature=0.8, **LONG), steps=10)
+    engine.export_session(name, tmp_path / "session")
+    other = engine_with(**options)
+    tokens, restored = other.import_session(tmp_path / "session")
+    assert tokens[23:] + rest_of(other, restored) == before + rest_of(engine, name)
+    assert_all_is_accounted_for(other)
+
+
+def test_a_drafter_is_told_all_tokens_of_a_restored_request(tmp_path, monkeypatch):
+    engine, name, before = partly_served(GREEDY, steps=10)
+    engine.export_session(name, tmp_path / "session")
+    other = engine_with(speculate="ngram")
+    tokens, _ = other.import_session(tmp_path / "session")
+    told = []
+    monkeypatch.setattr(other.launcher.drafts, "join", lambda row, tokens: told.append(list(tokens)))
+    other.step()
+    assert told == [tokens]
+    assert tokens[23:] == before
+
+
 def test_a_long_prompt_that_is_half_computed_goes_on_elsewhere(tmp_path):
     prompt = random_prompt(random.Random(1), 100)
     engine, name, _ = partly_served(GREEDY, steps=3, prompt=prompt)
@@ -170,6 +196,18 @@ def with_unknown_params(header, tensors):
     header["request"]["params"]["warmth"] = 1
 
 
+def with_nothing_left_to_compute(header, tensors):
+    tensors["tokens"] = tensors["tokens"][: header["done"]]
+
+
+def with_another_seed(header, tensors):
+    header["request"]["seed"] += 1
+
+
+def with_an_impossible_seed(header, tensors):
+    header["request"]["seed"] = 2**63
+
+
 def without_a_header(header, tensors):
     return {"format": "pt"}
 
@@ -186,6 +224,9 @@ def without_a_header(header, tensors):
         (of_another_version, "header that can't be used"),
         (with_impossible_params, "header that can't be used: temperature is -1"),
         (with_unknown_params, "header that can't be used"),
+        (with_nothing_left_to_compute, "tokens done: one more is wanted"),
+        (with_another_seed, "checksum"),
+        (with_an_impossible_seed, "header that can't be used"),
         (without_a_header, "is a safetensors file, but no session"),
     ],
 )
@@ -234,6 +275,8 @@ def test_a_prefix_without_room_is_refused(tmp_path):
     engine.export_session(prefix, tmp_path / "session")
     for room in (memory_for(1, 4, 10), memory_for(1, 0, 40)):
         small = engine_with(**room)
+        small.generate([random_prompt(random.Random(4), 9)], GREEDY)
         with pytest.raises(InputError, match="no room for them now|room for one now"):
             small.import_session(tmp_path / "session")
+        assert small.stats().evictions == 0
         assert_all_is_accounted_for(small)

@@ -143,8 +143,7 @@ def _time_forwards(made: dict[str, Engine], options: Options) -> dict[str, float
     """Seconds of the model's part of a step, on the device alone."""
     device = next(iter(made.values())).runner.pool.device
     walks = [_forward(engine, options, speculates=name == "speculate") for name, engine in made.items()]
-    with torch.inference_mode():
-        times = time_in_turns(walks, 2 * options.ring_len, device)
+    times = time_in_turns(walks, 2 * options.ring_len, device)
     return {name: mean(seconds) for name, seconds in zip(made, times, strict=True)}
 
 

@@ -80,7 +80,7 @@ def _prepared(loaded: LoadedModel) -> Iterator[None]:
     mixers = [adapter.mixer for adapter in find_adapters(model)] if loaded.device == "cpu" else []
     defaults, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        with quiet_libraries(), on_a_cpu(mixers), torch.inference_mode():
+        with quiet_libraries(), on_a_cpu(mixers), torch.no_grad():
             yield
     finally:
         model.generation_config = defaults
@@ -104,5 +104,8 @@ def _generate(loaded: LoadedModel, tokens: Tensor, new_tokens: int, **cache: Any
 
     stamps = Stamps()
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-    loaded.model.generate(tokens, generation_config=config, streamer=stamps, use_cache=True, **cache)
+    mask = torch.ones_like(tokens)
+    loaded.model.generate(
+        tokens, attention_mask=mask, generation_config=config, streamer=stamps, use_cache=True, **cache
+    )
     return stamps.times

@@ -42,7 +42,7 @@ class Stream:
         self.prompt_token_ids = request.prompt
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: closed, for who waits then
         self._unfinished = request.params.n
 
     def __aiter__(self) -> Self:
@@ -52,6 +52,8 @@ class Stream:
         if not self._unfinished:
             raise StopAsyncIteration
         update = await self._updates.get()
+        if update is None or not self._unfinished:
+            raise StopAsyncIteration
         self._unfinished -= update.finish_reason is not None
         return update
 
@@ -59,7 +61,8 @@ class Stream:
         """Cancel the request, if it isn't done. Nothing more comes then."""
         if self._unfinished:
             self._unfinished = 0
-            self._engine.leave(self.request_id)
+            self._updates.put_nowait(None)
+            self._engine.leave(self)
 
     def put(self, updates: list[Update]) -> None:
         """Hand updates over, from any thread."""
@@ -71,7 +74,7 @@ class Stream:
         try:
             self._loop.call_soon_threadsafe(deliver)
         except RuntimeError:  # the loop is closed, so nobody listens
-            self._engine.leave(self.request_id)
+            self._engine.leave(self)
 
 
 class AsyncEngine:
@@ -121,7 +124,7 @@ class AsyncEngine:
         try:
             await self.call(lambda: self._enqueue(request, stream))
         except asyncio.CancelledError:
-            self.leave(request_id)
+            self.leave(stream)
             raise
         return stream
 
@@ -140,9 +143,9 @@ class AsyncEngine:
         """See :meth:`Engine.stats`."""
         return self.engine.stats()
 
-    def leave(self, request_id: str) -> None:
-        """Nobody listens to a request any more: cancel it. From any thread."""
-        self._post(lambda: self._drop(request_id))
+    def leave(self, stream: Stream) -> None:
+        """Nobody listens to a stream any more: cancel its request. From any thread."""
+        self._post(lambda: self._drop(stream))
 
     async def shutdown(self, *, drain_seconds: float = 0.0) -> None:
         """Take no more requests, give the others time to finish, end them with an "abort", and close the engine.
@@ -243,9 +246,10 @@ class AsyncEngine:
         self.engine.enqueue(request)
         self._streams[request.id] = stream
 
-    def _drop(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None:
-            self.engine.drop({request_id})
+    def _drop(self, stream: Stream) -> None:
+        if self._streams.get(stream.request_id) is stream:  # else it is done, and another may have its name
+            del self._streams[stream.request_id]
+            self.engine.drop({stream.request_id})
 
     def _stop(self) -> None:
         """End what runs, and then the thread."""

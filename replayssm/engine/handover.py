@@ -76,7 +76,8 @@ def _take_prefix(engine: Engine, session: files.Session) -> None:
     if cache.holds(tokens, done):
         return
     count = done // size
-    if not cache.free_pages(count) or not cache.free_slot():
+    # Not even what is cached goes for a prefix that would not fit without it.
+    if engine.pages.num_available < count or not cache.free_pages(count) or not cache.free_slot():
         raise InputError(f"the session wants {count} pages and two slots, and there is no room for them now")
     pool, pages = engine.runner.pool, engine.pages.take(count)
     (slot,) = pool.alloc()

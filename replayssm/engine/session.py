@@ -200,7 +200,9 @@ def _tokens(path: Path, header: Header, tensors: dict[str, Tensor]) -> list[int]
     if header.request is not None and header.request.num_prompt > len(tokens):
         raise InputError(f"the session in {path} has {len(tokens)} tokens, its prompt {header.request.num_prompt}")
     if header.request is not None and header.done == len(tokens):
-        raise InputError(f"the session in {path} has all of its {len(tokens)} tokens done: one is left to go on with")
+        raise InputError(
+            f"the session in {path} has all of its {len(tokens)} tokens done: one more is wanted, to go on with"
+        )
     found: list[int] = tokens.tolist()
     return found
 

@@ -29,7 +29,7 @@ LEGACY_MAX_TOKENS = 16  # what /v1/completions gives a request that doesn't say
 
 def make_app(service: Service) -> ASGIApp:
     """The ASGI application of a service."""
-    app = FastAPI(title="ReplaySSM", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="ReplaySSM", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)

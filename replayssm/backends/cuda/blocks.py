@@ -13,6 +13,8 @@ import torch
 HEAD_K_DIMS = (64, 128, 256)
 LARGEST_HEAD_V_DIM = 256
 UNITS = 16  # records that a kernel takes at once
+#: Rows of float32 states on a multiprocessor from which two warps for 64 rows are faster than four.
+MANY_ROWS = 3000
 STATE_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
@@ -61,16 +63,18 @@ class Block:
     def span(self) -> int:
         return self.rows * self.tiles
 
-    def shared_bytes(self, shape: Shape, activation_bytes: int) -> int:
+    def shared_bytes(self, shape: Shape, activations: torch.dtype) -> int:
         """The size of `Memory` in config.cuh."""
         heads = 1 if shape.channel else max(1, self.span // shape.head_v_dim)
         key_heads = max(1, heads // shape.group)
         records = -(-shape.ring_rows // UNITS) * UNITS
         keys = 4 * shape.head_k_dim * (shape.ring_rows + 1) if shape.channel else 32
-        vectors = 2 * shape.head_k_dim * activation_bytes * key_heads
+        vectors = 2 * shape.head_k_dim * activations.itemsize * key_heads
+        split = shape.state_dtype.itemsize == 2 and (shape.channel or activations != shape.state_dtype)
+        terms = key_heads * (12 * shape.head_k_dim if split else 8 * shape.state_dtype.itemsize)
         decays = heads * (16 + (16 if shape.channel else 4 * records))
         small = 8 * self.rows + key_heads * (8 * records + 16) + decays + 8 * self.stages
-        return -(-(self.stages * self.rows * shape.row_bytes + keys + vectors + small) // 128) * 128
+        return -(-(self.stages * self.rows * shape.row_bytes + keys + vectors + terms + small) // 128) * 128
 
     def fits(self, shape: Shape) -> bool:
         """Whether it divides the heads as config.cuh demands."""
@@ -81,27 +85,26 @@ class Block:
 
 
 def choose(
-    shape: Shape, activation_bytes: int, batch_rows: int, multiprocessors: int, shared_limit: int
+    shape: Shape, activations: torch.dtype, batch_rows: int, multiprocessors: int, shared_limit: int
 ) -> Block | None:
     """The block for a step of so many rows of states in all, or None if none fits a multiprocessor.
 
-    A large batch takes several tiles of 32 KiB in a block. With a channel gate, preparing a head costs so much that a
-    block takes whole heads in one tile. A small batch is cut finer, so that every multiprocessor has its part.
+    A large batch takes blocks of 32 KiB, or of a whole head with a channel gate, where a head's decays cost so much. A
+    small one is cut finer, so that every multiprocessor has its part. These are the fastest of up to nine cuts that
+    were measured on an H200 (docs/performance.md); there, several tiles in a block were slower than one.
     """
-    largest = (64 if shape.channel else 32) * 1024 // shape.row_bytes
-    largest = min(largest, 128) if shape.channel else largest
-    wanted = 2 * batch_rows // (7 * multiprocessors)  # rows of a block, for 3.5 blocks on each multiprocessor
-    at_most = max(32, min(largest, wanted))
+    wide = shape.state_dtype == torch.float32 and not shape.channel
+    largest = 128 if shape.channel else 32 * 1024 // shape.row_bytes
+    at_most = max(32, min(largest, 2 * batch_rows // (7 * multiprocessors)))  # 3.5 blocks on each multiprocessor
+    large = at_most == largest and (not wide or batch_rows > MANY_ROWS * multiprocessors)
     while at_most >= 16:
         rows = rows_up_to(shape, at_most)
-        small = at_most < largest
-        for tiles in (4, 3, 2, 1):
-            if tiles > 1 and (small or shape.channel or rows * tiles > wanted):
-                continue
-            registers = 168 if tiles > 1 or shape.row_bytes > 256 else 104
-            block = Block(rows, warps_for(rows), tiles, min(tiles, 2), registers, eager=small)
-            if block.fits(shape) and block.shared_bytes(shape, activation_bytes) <= shared_limit:
-                return block
+        warps = 2 if large and wide and rows == 64 else warps_for(rows)
+        # So many registers that nothing is spilled, so few that blocks share a multiprocessor.
+        tight = warps > 2 and shape.head_k_dim <= 128 and not (shape.channel and shape.state_dtype == torch.float32)
+        block = Block(rows, warps, 1, 1, 104 if tight else 168, eager=not large)
+        if block.shared_bytes(shape, activations) <= shared_limit:
+            return block
         at_most //= 2
     return None
 

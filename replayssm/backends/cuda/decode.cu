@@ -133,6 +133,8 @@ DEVICE void prepare(const Params& p, Memory<F>& m, const Row& at, int first_head
             }
         }
     }
+    if constexpr (F::SPLIT)
+        for (int n = 0; n < F::KEY_HEADS; ++n) split_into_terms<F>(m, n, lane);
     if constexpr (!F::MATRIX_SCORES)
         for (int n = 0; n < F::KEY_HEADS; ++n)
             share_scores<F>(m, at, ring_k_of<F>(p, at.slot, key_head + n), n, warp, lane);
@@ -190,7 +192,8 @@ template <class F> DEVICE void decode(const Params& p, Memory<F>& m) {
     if constexpr (F::MATRIX_SCORES)
         if (F::WARPS - 1 - warp < F::KEY_HEADS)
             keys.fetch(ring_k_of<F>(p, at.slot, span_head / F::GROUP + F::WARPS - 1 - warp), 0, readable, lane);
-    updates.fetch(ring_u_of<F>(p, at.slot, span_row + in_tile), 0, readable, owner);
+    const auto fetch_updates = [&] { updates.fetch(ring_u_of<F>(p, at.slot, span_row + in_tile), 0, readable, owner); };
+    if (!F::CHANNEL) fetch_updates();
     if (owner) in.fetch(p, at, span_row + in_tile);
     at.flush = must_flush<F>(p, at);
     const bool redo = source != at.slot;
@@ -203,7 +206,10 @@ template <class F> DEVICE void decode(const Params& p, Memory<F>& m) {
             sync_block();
             stage_inputs<F>(p, m, at, first_head);
         }
-        if constexpr (F::CHANNEL) channel_decays<F>(p, m, at, first_head, first_of_heads && !at.flush);
+        if constexpr (F::CHANNEL) {
+            channel_decays<F>(p, m, at, first_head, first_of_heads && !at.flush);
+            if (part == 0) fetch_updates();  // not before: a channel's decays take the registers
+        }
         sync_block();
         prepare<F>(p, m, at, first_head, first_of_heads && !at.flush, keys, warp, lane);
         if (redo && part == 0 && threadIdx.x == 0) {
@@ -260,7 +266,14 @@ template <class F> DEVICE void decode(const Params& p, Memory<F>& m) {
 }
 
 #ifndef REPLAYSSM_EMULATED
-extern "C" __global__ void __maxnreg__(CASE_REGISTERS) replayssm_decode(const __grid_constant__ Params p) {
+// The bound is Hopper's: there it decides how many blocks share a multiprocessor.
+#if __CUDA_ARCH__ == 900
+#define BOUND __maxnreg__(CASE_REGISTERS)
+#else
+#define BOUND __launch_bounds__(Case::THREADS, 1)
+#endif
+
+extern "C" __global__ void BOUND replayssm_decode(const __grid_constant__ Params p) {
     SHARED_MEMORY(shared);
     decode<Case>(p, *reinterpret_cast<Memory<Case>*>(shared));
 }

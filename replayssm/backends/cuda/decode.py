@@ -120,7 +120,7 @@ def _make_plan(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...])
         return Plan(None, missing=missing)
     about = properties(device)
     rows = v.shape[0] * num_v_heads * head_v_dim
-    block = blocks.choose(shape, v.dtype.itemsize, rows, about.multiprocessors, about.shared_bytes)
+    block = blocks.choose(shape, v.dtype, rows, about.multiprocessors, about.shared_bytes)
     if block is None:
         return Plan(None, missing="a multiprocessor's shared memory can't hold the ring's decays")
     flags |= _RECORDS[step.records] | _ROW_CURSORS * (step.checkpoint_slot is None)
@@ -133,7 +133,7 @@ def _make_plan(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...])
     types |= {"RATE": layer.rate, "BIAS": layer.bias, "D": layer.D, "Z": layer.z}
     names = {name: _TYPES[None if x is None else x.dtype] for name, x in types.items()}
     try:
-        launch = kernel(tuple(macros(shape, block, names | options).items()), block, shape, v.dtype.itemsize, device)
+        launch = kernel(tuple(macros(shape, block, names | options).items()), block, shape, v.dtype, device)
     except build.BuildError as error:
         warnings.warn(f"{error}. Decode steps run on the triton backend.", RuntimeWarning, stacklevel=2)
         return Plan(None, missing=str(error))
@@ -218,7 +218,7 @@ def kernel(
     macros: tuple[tuple[str, str], ...],
     block: blocks.Block,
     shape: blocks.Shape,
-    activation_bytes: int,
+    activations: torch.dtype,
     device: torch.device,
 ) -> driver.Launch:
     """One kernel, compiled if need be, on one device.
@@ -227,7 +227,7 @@ def kernel(
         BuildError: it can't be had.
     """
     code = build.machine_code(dict(macros), properties(device).architecture)
-    shared = block.shared_bytes(shape, activation_bytes)
+    shared = block.shared_bytes(shape, activations)
     return driver.load(code, "replayssm_decode", device.index, block.threads, shared)
 
 

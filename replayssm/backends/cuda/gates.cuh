@@ -14,6 +14,7 @@ template <class F> DEVICE float delta_beta(const Params& p, const Row& at, int h
 
 // Channel gate: all threads together, each for some channels. Also the decayed keys.
 template <class F> DEVICE void channel_decays(const Params& p, Memory<F>& m, const Row& at, int head, bool append) {
+    constexpr int CHUNK = F::UNITS;  // records that are fetched at once
     const float rate = load<typename F::RATE>(p.rate, head);
     const typename F::K* ring_k = ring_k_of<F>(p, at.slot, head);
     float* ring_g = ring_g_of<F>(p, at.slot, head);
@@ -21,19 +22,19 @@ template <class F> DEVICE void channel_decays(const Params& p, Memory<F>& m, con
     for (int c = threadIdx.x; c < F::D_K; c += F::THREADS) {
         float a = load<typename F::A>(p.a, static_cast<i64>(at.row) * p.a_row + head * p.a_head + c);
         a += load<typename F::BIAS>(p.bias, head * F::D_K + c);
-        const float gate = delta_gate<F>(p, a, rate);
-        float decay = gate;
-        for (int first = (at.cursor - 1) & ~7; first >= 0; first -= 8) {  // −8 for an empty ring
-            float g[8], key[8];
+        float decay = 0.0f, gate = 0.0f;
+        for (int first = (F::UNIT_ROWS - 1) / CHUNK * CHUNK; first >= 0; first -= CHUNK) {
+            float g[CHUNK], key[CHUNK];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < CHUNK; ++i) {
                 const bool committed = first + i < at.cursor;
                 g[i] = committed ? ring_g[(first + i) * F::D_K + c] : 0.0f;
                 key[i] = committed ? to_float(ring_k[(first + i) * F::D_K + c]) : 0.0f;
             }
+            if (first + CHUNK >= F::UNIT_ROWS) decay = gate = delta_gate<F>(p, a, rate);
 #pragma unroll
-            for (int i = 7; i >= 0; --i) {
-                if (first + i < at.cursor) m.keys[(first + i) * F::D_K + c] = key[i] * expf(decay);
+            for (int i = CHUNK - 1; i >= 0; --i) {
+                if (first + i < at.cursor) m.keys[(first + i) * F::D_K + c] = key[i] * fast_exp(decay);
                 decay += g[i];
             }
         }

@@ -90,14 +90,6 @@ template <class F> DEVICE Vectors<F::D_K> plain_vectors(const Memory<F>& m, int 
     return b;
 }
 
-// The given one of the three numbers of type T whose sum x is.
-template <class T> DEVICE float term_of(float x, int term) {
-    const float first = to_float(convert<T>::from(x));
-    const float rest = x - first;
-    const float second = to_float(convert<T>::from(rest));
-    return term == 0 ? first : term == 1 ? second : rest - second;
-}
-
 // A number of q or k, decayed for a channel gate.
 template <class F> DEVICE float decayed(const Memory<F>& m, const typename F::X* x, int column) {
     return F::CHANNEL ? to_float(x[column]) * m.total[column] : to_float(x[column]);
@@ -113,34 +105,40 @@ template <class F> DEVICE float matrix_scale(const Memory<F>& m, const typename 
     return as_float(static_cast<u32>(exponent < 1 ? 1 : exponent > 253 ? 253 : exponent) << 23);
 }
 
-// Three terms, whose sums are exact to float32.
-template <class F> DEVICE Vectors<F::D_K> split_vectors(const Memory<F>& m, int key_head, int lane, Pair scale) {
+template <class F> DEVICE Pair matrix_scales(const Memory<F>& m, int key_head, int lane) {
+    return Pair{matrix_scale<F>(m, m.q[key_head], lane), F::DELTA ? matrix_scale<F>(m, m.k[key_head], lane) : 1.0f};
+}
+
+// q and k as three numbers of the checkpoint's type each, whose sums are exact to float32. All threads together.
+template <class F> DEVICE void split_into_terms(Memory<F>& m, int key_head, int lane) {
     using C = typename F::C;
+    const Pair scale = matrix_scales<F>(m, key_head, lane);
+#pragma unroll
+    for (int n = 0; n < F::D_K; n += F::THREADS) {
+        const int c = n + threadIdx.x;
+        if (F::D_K % F::THREADS && c >= F::D_K) continue;
+        float q = decayed<F>(m, m.q[key_head], c) * scale.q, k = decayed<F>(m, m.k[key_head], c) * scale.k;
+#pragma unroll
+        for (int term = 0; term < 3; ++term) {
+            const C of_q = convert<C>::from(q), of_k = convert<C>::from(k);
+            m.terms[key_head][2 * term][c] = of_q;
+            m.terms[key_head][2 * term + 1][c] = of_k;
+            q -= to_float(of_q);
+            k -= to_float(of_k);
+        }
+    }
+}
+
+template <class F> DEVICE Vectors<F::D_K> split_vectors(const Memory<F>& m, int key_head, int lane) {
     Vectors<F::D_K> b;
-    const bool of_k = lane / 4 & 1;
-    const typename F::X* x = of_k ? m.k[key_head] : m.q[key_head];
-    const float factor = of_k ? scale.k : scale.q;
-    const int term = lane / 8;
-    const bool used = term < 3 && (F::DELTA || !of_k);
+    const int column = lane / 4;
+    const bool used = column < 6 && (F::DELTA || column % 2 == 0);
 #pragma unroll
     for (int i = 0; i < F::D_K / 32; ++i) {
-        const int column = i * 32 + lane % 4 * 8;
-        float values[8];
-        packed<typename F::X, 8> piece;
-        piece.load(x + column);
-        piece.unpack(values);
-        if (F::CHANNEL) {
-            float total[8];
-            packed<float, 8> decays;
-            decays.load(m.total + column);
-            decays.unpack(total);
+        packed<typename F::C, 8> piece;
+        piece.load(m.terms[key_head][used ? column : 0] + i * 32 + lane % 4 * 8);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) values[e] *= total[e];
-        }
-#pragma unroll
-        for (int e = 0; e < 8; ++e) values[e] = term_of<C>(values[e] * factor, term);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) b.word[i][w] = used ? two_of<C>(values[2 * w], values[2 * w + 1]) : 0;
+        for (int w = 0; w < 4; ++w) b.word[i][w] = used ? piece.word[w] : 0;
     }
     return b;
 }
@@ -183,16 +181,15 @@ DEVICE void accumulate(float (&sums)[2][4], const TwoPieces<T>& upper, const Two
 template <class F>
 DEVICE void multiply_matrix(Memory<F>& m, const typename F::C* tile, int key_head, int warp, int lane) {
     using C = typename F::C;
-    Pair scale{1.0f, 1.0f};
+    Pair back{1.0f, 1.0f};
     Vectors<F::D_K> b;
-    if constexpr (F::EXACT) {
-        b = plain_vectors<F>(m, key_head, lane);
+    if constexpr (F::SPLIT) {
+        const Pair scale = matrix_scales<F>(m, key_head, lane);
+        back = Pair{1.0f / scale.q, 1.0f / scale.k};  // powers of two
+        b = split_vectors<F>(m, key_head, lane);
     } else {
-        scale.q = matrix_scale<F>(m, m.q[key_head], lane);
-        if (F::DELTA) scale.k = matrix_scale<F>(m, m.k[key_head], lane);
-        b = split_vectors<F>(m, key_head, lane, scale);
+        b = plain_vectors<F>(m, key_head, lane);
     }
-    const Pair back{1.0f / scale.q, 1.0f / scale.k};  // powers of two
     const bool odd = lane / 4 & 1;
     tile += (warp * F::RPW + lane / 4) * F::D_K + lane % 4 * 8;
 #pragma unroll 2
