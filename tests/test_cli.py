@@ -468,7 +468,11 @@ def test_doctor_json_tells_what_runs_here(replayssm):
     assert backends["torch"]["available"]
     assert report["torch"]["version"]
     assert report["gpu"]["available"] or report["gpu"]["reason"]
-    assert {p["name"] for p in report["optional_packages"]} >= {"flash-linear-attention", "mamba-ssm"}
+    optional = {p["name"]: p for p in report["optional_packages"]}
+    assert optional.keys() >= {"flash-linear-attention", "mamba-ssm", "flashinfer-python", "cuda-core", "fastapi"}
+    assert optional["llguidance"]["version"]
+    assert "JSON schemas" in optional["llguidance"]["effect"]
+    assert not any("not installed" in p["effect"] for p in optional.values() if p["version"])
 
 
 def test_doctor_prints_the_same_for_people(replayssm):

@@ -70,7 +70,7 @@ def generate(
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
     ring_dtype: Annotated[str, typer.Option(help=f"Of the update vectors: {', '.join(RING_DTYPES)}.")] = "auto",
-    backend: Annotated[str, typer.Option(help="auto, cpu, torch or triton; cuda is not in this release.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, cpu, torch, triton or cuda (Hopper, by name only).")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; auto on a CPU: float32.")] = "auto",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
     temperature: Annotated[float, typer.Option(**NUMBER, help="0 is greedy, above it samples.")] = 0.0,

@@ -103,6 +103,23 @@ TRITON = _Range((3, 6), (3, 10))
 TRANSFORMERS = _Range((5, 17), (5, 25))
 
 
+#: Packages of this project's extras: what they bring, and what is missing without them.
+OWN_EXTRAS = {
+    "flashinfer-python": (
+        "prefill attention of the engine, for 16-bit models on a GPU",
+        "not installed: Triton kernels do the engine's attention on a GPU",
+    ),
+    "cuda-core": ("compiles the kernels of --backend cuda", "not installed: --backend cuda is not available"),
+    "fastapi": ("replayssm serve", "not installed: no replayssm serve (extra serve)"),
+    "uvicorn": ("replayssm serve", "not installed: no replayssm serve (extra serve)"),
+    "prometheus-client": ("replayssm serve", "not installed: no replayssm serve (extra serve)"),
+    "llguidance": (
+        "JSON schemas and regular expressions for the engine's output",
+        "not installed: requests with a schema or a regular expression are refused (extra serve)",
+    ),
+}
+
+
 def examine() -> Report:
     """Look at this machine. No model is loaded, and nothing changes but that the cpu backend may be compiled."""
     python = _judge("python", platform.python_version(), PYTHON, needed=True)
@@ -193,7 +210,7 @@ def _backends(torch: Part) -> tuple[list[Backend], str]:
 
 
 def _optional_packages(gpu: Gpu) -> list[OptionalPackage]:
-    """Packages that change what transformers, and so a prefill or a run without replay, does."""
+    """Packages that change what transformers does, and so a prefill or a run without replay; then our own extras."""
     prefill = "transformers uses it for prefill of {layers} layers; decode with replay does not"
     no_gpu = "transformers would call its GPU kernels, which fail without a GPU; replayssm's layers avoid them"
     effects = {
@@ -207,9 +224,10 @@ def _optional_packages(gpu: Gpu) -> list[OptionalPackage]:
         with_it = prefill.format(layers=layers) if gpu.available else no_gpu
         effect = with_it if version else f"not installed: {without}"
         found.append(OptionalPackage(name=name, version=version, effect=effect))
-    version = _version_or_none("flashinfer-python")
-    effect = "installed, not used in this release" if version else "not installed, and not used in this release"
-    return [*found, OptionalPackage(name="flashinfer-python", version=version, effect=effect)]
+    for name, (with_it, without) in OWN_EXTRAS.items():
+        version = _version_or_none(name)
+        found.append(OptionalPackage(name=name, version=version, effect=with_it if version else without))
+    return found
 
 
 def _version_or_none(name: str) -> str | None:
