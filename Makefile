@@ -10,7 +10,7 @@ GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(if $(wild
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 8')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast test-thorough test-load test-sanitizer test-oldest test-gpu test-sanitizer lint format bench venv clean
+.PHONY: demo test test-fast test-thorough test-load test-oldest test-gpu test-sanitizer lint format bench venv clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from replayssm.errors import InputError, one_line
 from replayssm.loading import LoadedModel, quiet_libraries
 from replayssm.loading.architectures import check_architecture
+from replayssm.loading.folder import read_json_object
 
 SEED = 0
 
@@ -19,12 +19,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it isn't JSON, or of another architecture.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not readable JSON ({one_line(error)})") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} holds a JSON {type(values).__name__}, an object is wanted")
+    values = read_json_object(path)
     check_architecture(values)
     return values
 

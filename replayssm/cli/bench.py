@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from replayssm.cli.bench_e2e import e2e
 from replayssm.cli.lists import names, numbers
+from replayssm.cli.measuring import measured, said
 from replayssm.errors import InputError
 from replayssm.options import DEVICES, MAX_RING_LEN, STATE_DTYPES
 
@@ -142,12 +143,8 @@ def _shared_options(
 
 def _announced(contenders: list[Contender], notes: list[str]) -> list[Contender]:
     for note in notes:
-        _said().print(note, style="dim", soft_wrap=True)
+        said().print(note, style="dim", soft_wrap=True)
     return contenders
-
-
-def _said() -> Console:
-    return Console(stderr=True, highlight=False)
 
 
 def _measure(
@@ -159,9 +156,9 @@ def _measure(
 
     if compiles and options.device.type == "cuda":
         start = time.perf_counter()
-        with _said().status("compiling"):
+        with said().status("compiling"):
             compile_ahead(points())
-        _said().print(f"compiled in {time.perf_counter() - start:.0f} s", style="dim")
+        said().print(f"compiled in {time.perf_counter() - start:.0f} s", style="dim")
     result = _run(options, points(), output)
     if as_json:
         typer.echo(json.dumps(result))
@@ -169,26 +166,20 @@ def _measure(
         _print(result)
     failed = list(report.failures(result["rows"]))
     for line in failed:
-        _said().print(line, style="red", soft_wrap=True, markup=False)
+        said().print(line, style="red", soft_wrap=True, markup=False)
     if any(line.startswith("replayssm/") for line in failed):
         raise typer.Exit(1)
 
 
 def _run(options: Options, points: Iterable[Entries], output: Path | None) -> dict[str, Any]:
-    from replayssm.bench import report
     from replayssm.bench.measure import run
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_said(), transient=True) as progress:
-        task = progress.add_task("measuring", total=options.num_points)
+    def described(row: dict[str, Any]) -> str:
+        return f"{row['op']} {row['state_dtype']} B={row['batch']}"
 
-        def advance(result: dict[str, Any]) -> None:
-            if output is not None:  # at once: what is measured is kept, whatever comes after it
-                report.write(result, output)
-            last = result["rows"][-1]
-            progress.update(task, advance=1, description=f"{last['op']} {last['state_dtype']} B={last['batch']}")
-
-        return run(options, points, advance)
+    return measured(
+        lambda advance: run(options, points, advance), options.num_points, output, described, TimeRemainingColumn()
+    )
 
 
 def _print(result: dict[str, Any]) -> None:

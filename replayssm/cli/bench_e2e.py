@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
 from replayssm import bundled
 from replayssm.bench.rows import CONTENDERS, LOADS
 from replayssm.cli.lists import names, numbers
+from replayssm.cli.measuring import measured, said
 from replayssm.errors import InputError
 from replayssm.loading.folder import check_model
 from replayssm.options import DEVICES, DTYPES, MAX_DRAFT, MAX_RING_LEN, STATE_DTYPES, LoadOptions
@@ -99,7 +100,7 @@ def _load(model: str, options: LoadOptions) -> LoadedModel:
         read_config(path)
     else:
         check_model(model)
-    with _said().status(f"loading {model} ..."):
+    with said().status(f"loading {model} ..."):
         from replayssm.bench.random_model import random_model
         from replayssm.loading import load_model, use_fitting_threads
 
@@ -129,20 +130,15 @@ def _check_context(loaded: LoadedModel, options: Options) -> None:
 
 
 def _run(loaded: LoadedModel, options: Options, output: Path | None) -> dict[str, Any]:
-    from replayssm.bench import e2e as suite
-    from replayssm.bench import report
+    from replayssm.bench.e2e import run
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_said(), transient=True) as progress:
-        task = progress.add_task("measuring", total=options.num_points)
-
-        def advance(result: dict[str, Any]) -> None:
-            if output is not None:  # at once: what is measured is kept, whatever comes after it
-                report.write(result, output)
-            last = result["rows"][-1]
-            progress.update(task, advance=1, description=f"{last['load']} B={last['batch']}")
-
-        return suite.run(loaded, options, advance)
+    return measured(
+        lambda advance: run(loaded, options, advance),
+        options.num_points,
+        output,
+        lambda row: f"{row['load']} B={row['batch']}",
+        TimeElapsedColumn(),
+    )
 
 
 def _report(result: dict[str, Any], as_json: bool) -> None:
@@ -154,7 +150,7 @@ def _report(result: dict[str, Any], as_json: bool) -> None:
         _print(result)
     failed = list(e2e_report.failures(result["rows"]))
     for line in failed:
-        _said().print(line, style="red", soft_wrap=True, markup=False)
+        said().print(line, style="red", soft_wrap=True, markup=False)
     if any(not line.startswith("transformers ") for line in failed):
         raise typer.Exit(1)
 
@@ -172,10 +168,6 @@ def _print(result: dict[str, Any]) -> None:
             drawn.add_row(*cells)
         console.print(drawn)
     console.print("× says how many times the tokens per second of another a line makes")
-
-
-def _said() -> Console:
-    return Console(stderr=True, highlight=False)
 
 
 def _number(name: str, text: str, most: int) -> int:

@@ -23,6 +23,7 @@ from replayssm.engine.attention import PagedAttention, Queries
 from replayssm.engine.kv import Pages
 from replayssm.models.adapters import Adapter, Kernels
 from replayssm.models.binding import MixerCache
+from replayssm.models.kernels import decode_kernels, verify_kernels
 from replayssm.state import ReplayPool
 
 ATTENTION = "replayssm_paged"
@@ -115,15 +116,7 @@ class Decode(Step):
 
     def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
         """See :meth:`Step.run`."""
-        conv = partial(
-            ops.causal_conv1d_update,
-            conv_state=pool.conv_state(index),
-            slots=self.slots,
-            activation="silu",
-            backend=pool.backend,
-        )
-        decode = getattr(ops, f"{adapter.operator}_decode")
-        kernels = Kernels(conv, partial(decode, slots=self.slots, **pool.state_args(index)))
+        kernels = decode_kernels(adapter, index, pool, self.slots)
         return adapter.run(hidden.squeeze(1), kernels).unsqueeze(1)
 
 
@@ -141,17 +134,7 @@ class Verify(Step):
 
     def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
         """See :meth:`Step.run`."""
-        rows: dict[str, Any] = {"slots": self.slots, "num_tokens": self.num_tokens}
-        conv = partial(
-            ops.causal_conv1d_verify,
-            conv_state=pool.conv_state(index),
-            conv_window=pool.conv_window(index),
-            activation="silu",
-            backend=pool.backend,
-            **rows,
-        )
-        verify = getattr(ops, f"{adapter.operator}_verify")
-        return adapter.run(hidden, Kernels(conv, partial(verify, **rows, **pool.verify_args(index))))
+        return adapter.run(hidden, verify_kernels(adapter, index, pool, self.slots, self.num_tokens))
 
 
 class EngineCache(MixerCache, Cache):

@@ -98,6 +98,15 @@ def _weight_files(folder: Path) -> Iterable[Path]:
 def _read_json_object(path: Path, what: str) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"{path.parent} has no {path.name}: {what} needs one")
+    return read_json_object(path)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        InputError: it can't be read, or holds something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from replayssm import ops
-from replayssm.models.adapters import Adapter, Kernels
+from replayssm.models.adapters import Adapter
 from replayssm.models.binding import MixerCache, binding_of
+from replayssm.models.kernels import decode_kernels, verify_kernels
 from replayssm.models.recording import Recording
 from replayssm.ops.checks import check_count
 from replayssm.state import ReplayPool
@@ -293,20 +292,11 @@ class ReplayCache(MixerCache, DynamicCache):
         self._check_batch(hidden_states)
         self.begin(layer.index)
         window.tokens = hidden_states.shape[1]
-        pool, operator = self.require_pool(), getattr(ops, f"{layer.adapter.operator}_verify")
-        where: dict[str, Any] = {"slots": self.slots, "num_tokens": window.num_tokens, "parents": window.parents}
-        conv = partial(
-            ops.causal_conv1d_verify,
-            conv_state=pool.conv_state(layer.index),
-            conv_window=pool.conv_window(layer.index),
-            activation="silu",
-            backend=pool.backend,
-            **where,
+        kernels = verify_kernels(
+            layer.adapter, layer.index, self.require_pool(), self.slots, window.num_tokens, window.parents
         )
         with torch.no_grad():
-            out = layer.adapter.run(
-                hidden_states, Kernels(conv, partial(operator, **where, **pool.verify_args(layer.index)))
-            )
+            out = layer.adapter.run(hidden_states, kernels)
         if layer.index == self.last_index:
             self.midway = False
         return out
@@ -536,18 +526,7 @@ class ReplayCache(MixerCache, DynamicCache):
     def _bind_kernels(self) -> None:
         """The operators of one token, with their state and slots."""
         pool = self.require_pool()
-        self._kernels = [self._bound(i, pool) for i in range(len(self.adapters))]
-
-    def _bound(self, index: int, pool: ReplayPool) -> Kernels:
-        operator = getattr(ops, f"{self.adapters[index].operator}_decode")
-        conv = partial(
-            ops.causal_conv1d_update,
-            conv_state=pool.conv_state(index),
-            slots=self.slots,
-            activation="silu",
-            backend=pool.backend,
-        )
-        return Kernels(conv, partial(operator, slots=self.slots, **pool.state_args(index)))
+        self._kernels = [decode_kernels(adapter, i, pool, self.slots) for i, adapter in enumerate(self.adapters)]
 
     def _place(self, rows: list[int], device: torch.device) -> None:
         self.rows = rows

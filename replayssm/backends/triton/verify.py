@@ -449,9 +449,8 @@ def _launch(
     rate, bias = (None if t is None else t.contiguous() for t in (rate, bias))  # type: ignore[assignment]
     num_tokens = window.num_tokens.contiguous()
     parents = window.parents if window.parents is None or window.parents.stride(1) == 1 else window.parents.contiguous()
-    y = torch.empty((batch, tokens, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
     if not batch or not tokens:
-        return y
+        return v.new_empty(v.shape)
     block_v, block_k, num_warps = window_tile(head_v_dim, b is not None)
     contract = fuses(head_v_dim, head_k_dim)
     b_or_a = a if b is None else b
@@ -489,6 +488,7 @@ def _launch(
             num_tokens=num_tokens,
         ).unsqueeze(1)
     else:
+        y = torch.empty((batch, tokens, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
         _verify_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, block_v))](
             q,
             k,
