@@ -77,6 +77,11 @@ def check_mamba2(
             check_tensor(name, tensor, heads[-1:], "[H]", device=device)
     if z is not None:
         check_tensor("z", z, x.shape, f"[{lead}, H, P]", device=device)
+    check_dt_limit(dt_limit)
+
+
+def check_dt_limit(dt_limit: tuple[float, float]) -> None:
+    """Check the smallest and largest time step of a Mamba-2 layer."""
     dt_min, dt_max = dt_limit if isinstance(dt_limit, tuple) and len(dt_limit) == 2 else (1.0, 0.0)
     if not 0 <= dt_min <= dt_max:
         raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")

@@ -17,6 +17,7 @@ from replayssm.backends import fla
 from replayssm.backends.torch import prefill as torch_prefill
 from replayssm.ops.checks import ACTIVATION_DTYPES, check_activation, check_rank, check_tensor
 from replayssm.ops.dispatch import call, register, resolve_backend
+from replayssm.ops.inputs import check_dt_limit
 
 _GATE = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _DELTA = "float beta_scale, float scale, bool qk_l2norm"
@@ -156,9 +157,7 @@ def mamba2_prefill(
     _check_heads((("dt", dt),), given, x)
     if z is not None:
         check_tensor("z", z, x.shape, "[total, H, P]", device=x.device)
-    dt_min, dt_max = dt_limit if isinstance(dt_limit, tuple) and len(dt_limit) == 2 else (1.0, 0.0)
-    if not 0 <= dt_min <= dt_max:
-        raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")
+    check_dt_limit(dt_limit)
     inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *dt_limit)
     return call("mamba2_prefill", *inputs, initial_state, cu_seqlens, resolve_backend(backend, x.device))
 
