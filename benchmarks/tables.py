@@ -5,7 +5,8 @@ A document marks a table's place by two comments; what stands between them is re
     <!-- table: nvidia-h200/decode op=gdn_decode ring_len=16 -->
     <!-- end of table -->
 
-The first word names a file in benchmarks/results, the others keep the rows that have these values.
+The first word names a file in benchmarks/results, the others keep the rows that have these values. `targets:` in place
+of `table:` asks for the targets beside what the files of a folder say.
 
 Usage: python -m benchmarks.tables [--check] [DOCUMENT ...]
 """
@@ -14,15 +15,16 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import targets
 from replayssm.bench import e2e_report, report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PLACE = re.compile(r"(<!-- table: (\S+)((?: \w+=\S+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (table|targets): (\S+)((?: \w+=\S+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 class TableError(ValueError):
@@ -56,10 +58,22 @@ def markdown(name: str, wanted: dict[str, str], results: Path = RESULTS) -> str:
         raise TableError(f"{name} has no rows with {' '.join(f'{k}={v}' for k, v in wanted.items())}")
     parts = []
     made: Sequence[Any] = (e2e_report if result["meta"].get("suite") == "e2e" else report).tables(rows)
-    for table in made:
-        lines = [table.header, ["--:"] * len(table.header), *table.lines()]
-        parts.append(f"{table.title}:\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    parts += [f"{table.title}:\n\n{_grid(table.header, table.lines(), '--:')}" for table in made]
     return "\n\n".join(parts) + f"\n\n{origin(result['meta'])}\n"
+
+
+def target_table(name: str, results: Path = RESULTS) -> str:
+    """Targets beside the values of all the suites that a folder has."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted((results / name).glob("*.json"))}
+    if not found:
+        raise TableError(f"there are no results in {name}")
+    lines = targets.lines({suite: result["rows"] for suite, result in found.items()})
+    origins = (origin(result["meta"]) for suite, result in found.items() if suite in targets.SUITES)
+    return "\n\n".join([_grid(targets.HEADER, lines, "---"), *origins]) + "\n"
+
+
+def _grid(header: Sequence[str], lines: Iterable[Sequence[str]], alignment: str) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, [alignment] * len(header), *lines])
 
 
 def origin(meta: dict[str, Any]) -> str:
@@ -68,15 +82,30 @@ def origin(meta: dict[str, Any]) -> str:
     versions = [f"{name} {meta[name]}" for name in ("torch", "triton", "transformers") if meta.get(name)]
     beside = [f"{name} {version}" for key in ("rivals", "packages") for name, version in meta.get(key, {}).items()]
     parts = [where, f"read bandwidth {meta['read_tbps']} TB/s", *versions, *beside, meta["date"]]
-    return f"*{', '.join(parts)}; commit {meta.get('commit') or 'unknown'}.*"
+    if len(runs := meta.get("runs", [])) > 1:
+        parts.append(f"{len(runs)} runs")
+    if meta.get("points_measured", 0) < meta.get("points", 0):
+        parts.append(f"{meta['points_measured']} of {meta['points']} points")
+    return f"*{', '.join(parts)}; {_sources(meta)}.*"
+
+
+def _sources(meta: dict[str, Any]) -> str:
+    """The commit, and the digest of the sources where they were not the commit's own."""
+    commit = meta.get("commit") or "unknown"
+    if "source" not in meta or not (commit == "unknown" or commit.endswith("-dirty")):
+        return f"commit {commit}"
+    return f"sources {meta['source']}"
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
     """A document with its tables as the results have them now."""
 
     def table(match: re.Match[str]) -> str:
-        wanted = dict(pair.split("=", 1) for pair in match[3].split())
-        return f"{match[1]}{markdown(match[2], wanted, results)}{match[4]}"
+        mark, kind, name, rest, end = match.groups()
+        if kind == "targets":
+            return f"{mark}{target_table(name, results)}{end}"
+        wanted = dict(pair.split("=", 1) for pair in rest.split())
+        return f"{mark}{markdown(name, wanted, results)}{end}"
 
     return PLACE.sub(table, text)
 

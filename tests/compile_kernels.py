@@ -16,6 +16,7 @@ from typing import Any
 
 import triton
 from attention_sources import attention_kernels
+from fused_sources import fused_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from verify_sources import described
@@ -121,7 +122,7 @@ def sources() -> dict[str, tuple[ASTSource, int]]:
     types = dict.fromkeys(("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "force_flush_ptr"), "*i32")
     constants = {"FORCED": True, "COUNTED": True, "BLOCK": 128}
     found["advance"] = source(state._advance_kernel, types | {"counters_ptr": "*i64"}, constants), 4
-    for name, (fn, types, constants, num_warps) in (described() | attention_kernels()).items():
+    for name, (fn, types, constants, num_warps) in (described() | attention_kernels() | fused_kernels()).items():
         found[name] = source(fn, types, constants), num_warps
     return found
 
@@ -145,8 +146,8 @@ def resources(compiled: Any, target: str) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", usage)[1]), len(re.findall(r"\b(?:STL|LDL)\b", sass))
 
 
-#: In the names of kernels that differ from another in little.
-VARIANTS = (" bf16", "normalised", "inputs", "window of one")
+#: In the names of kernels that differ from another in little, or take few registers anywhere.
+VARIANTS = (" bf16", "normalised", "inputs", "window of one", "fused")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     # Read when a kernel is defined: without a GPU, Triton's kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from replayssm.ops import dispatch  # after that, because torch.compile's parts, which it needs, import Triton
+from replayssm.ops import dispatch, known  # after that, because torch.compile's parts, which it needs, import Triton
 
 # A GPU machine runs `make test-gpu` with what it has; these files need more.
 _NEEDS = {"test_programs.py": "hypothesis", "test_cli.py": "pydantic", "test_docs.py": "pydantic"}
@@ -26,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known_yet() -> None:
+    """Operators remember which backend they chose; tests pretend to be on other machines."""
+    known.forget()
 
 
 _NO_KERNELS = dispatch.unavailable_reason("cpu", "cpu")

@@ -178,16 +178,24 @@ inline float from_lane_after(float x, int distance) {
     return from_lane(x, lane < emulated::LANES ? lane : emulated::lane());
 }
 
-// A barrier counts the copies that are done: its word is the number of phases that have ended.
+// A barrier's word: in its low half the number of phases that have ended, in its high half the bytes that are to come.
 inline void barrier_init(unsigned long long* barrier) { *barrier = 0; }
 
 inline void fence_copies() {}
+inline unsigned fresh(unsigned x) { return x; }
 
-inline void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+inline void expect_copies(unsigned long long* barrier, unsigned bytes) {
+    emulated::demand(*barrier >> 32 == 0, "a barrier is told to expect copies while it waits for others");
+    *barrier += bytes ? static_cast<unsigned long long>(bytes) << 32 : 1;
+}
+
+inline void bulk_copy_part(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
     const auto aligned = [](const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; };
     emulated::demand(aligned(to) && aligned(from) && bytes % 16 == 0, "a bulk copy isn't aligned to 16 bytes");
+    emulated::demand(*barrier >> 32 >= bytes, "more is copied than the barrier expects");
     std::memcpy(to, from, bytes);
-    ++*barrier;
+    *barrier -= static_cast<unsigned long long>(bytes) << 32;
+    if (*barrier >> 32 == 0) ++*barrier;
 }
 
 inline void barrier_wait(unsigned long long* barrier, unsigned phase) {
@@ -213,6 +221,33 @@ inline void matrix_product(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
             const unsigned* right = emulated::shown_by(column * 4 + n % 8 / 2);
             const unsigned a = left[n / 8 * 2 + e / 2], b = right[4 + n / 8];
             sum += static_cast<double>(number_in<T>(a, n % 2)) * number_in<T>(b, n % 2);
+        }
+        c[e] = static_cast<float>(sum);
+    }
+    sync_warp();
+}
+
+inline int thread_of_round() { return threadIdx.x; }
+inline int same_in_warp(int x) { return x; }
+inline void prefetch(const void* from, unsigned bytes) {
+    emulated::demand(reinterpret_cast<size_t>(from) % 16 == 0 && bytes % 16 == 0, "a prefetch isn't aligned to 16 bytes");
+}
+inline int count_arrival(int* counter) { return (*counter)++; }
+
+inline void matrix_product_tf32(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                unsigned b1) {
+    const unsigned mine[6] = {a0, a1, a2, a3, b0, b1};
+    std::memcpy(emulated::shown_by(emulated::lane()), mine, sizeof(mine));
+    sync_warp();
+    const auto number = [](unsigned word) { return static_cast<double>(as_float(word & 0xffffe000u)); };
+    const int row = emulated::lane() / 4;
+    for (int e = 0; e < 4; ++e) {
+        const int column = emulated::lane() % 4 * 2 + e % 2;
+        double sum = c[e];
+        for (int n = 0; n < 8; ++n) {
+            const unsigned* left = emulated::shown_by(row * 4 + n % 4);
+            const unsigned* right = emulated::shown_by(column * 4 + n % 4);
+            sum += number(left[n / 4 * 2 + e / 2]) * number(right[4 + n / 4]);
         }
         c[e] = static_cast<float>(sum);
     }

@@ -195,7 +195,7 @@ def main() -> int:
     global BACKEND
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="their test file")
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "triton"], help="our backend")
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "triton", "cuda"], help="our backend")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("-k", default="", help="which tests, as for pytest")
     arguments = parser.parse_args()

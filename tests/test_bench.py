@@ -16,10 +16,12 @@ from rival_stubs import SMALL, files_in
 from benchmarks import rivals as fetch
 from benchmarks import tables
 from replayssm import cli
-from replayssm.bench import decode, measure, report, rival_calls, rivals
+from replayssm.bench import decode, measure, report
 from replayssm.bench.check import first_step_errors
 from replayssm.bench.contenders import Ours, Prepared
-from replayssm.bench.timing import WARM_UP, time_in_turns
+from replayssm.bench.rivals import common, loading
+from replayssm.bench.rivals.projects import PROJECTS, SGLANG, VLLM, VLLM_FORK
+from replayssm.bench.timing import WARM_UP, Phases, time_in_turns
 from replayssm.bench.upstream import Upstream
 from replayssm.bench.workload import KINDS, SHAPES, Workload, num_calls
 
@@ -92,7 +94,7 @@ class Spoiled:
     spoil: object
     has_ring: bool = True
 
-    def takes(self, kind, state_dtype):
+    def takes(self, workload):
         return True
 
     def prepare(self, workload):
@@ -211,7 +213,7 @@ def test_the_fastest_launch_setting_is_timed():
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "recorded", record)
-        name, _ = measure._best_setting(small("gdn"), prepared)
+        name, _ = measure._best_setting(small("gdn"), prepared, Phases(CPU))
     assert name == "fast"
     assert tiles == []
 
@@ -228,12 +230,13 @@ def folder(tmp_path):
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rivals_get_the_workload_in_their_own_terms(folder, kind, state_dtype):
     pytest.importorskip("triton")
-    found, notes = rival_calls.found_in(folder)
+    found, notes = common.found_in(folder, decode.RIVALS)
     assert notes == []
-    taking_part = [contender for contender in found if contender.takes(kind, state_dtype)]
-    assert {contender.has_ring for contender in taking_part} == {True, False}
-    for contender in taking_part:
-        workload = small(kind, state_dtype=state_dtype)
+    shared = {"kinds": (kind,), "batches": (8,), "state_dtypes": (state_dtype,), "device": CPU, "shapes": SMALL}
+    (taking_part,) = decode.points(decode.DecodeOptions(**shared, ring_lens=(4,)), found)
+    assert {contender.has_ring for _, contender in taking_part} == {True, False}
+    for workload, contender in taking_part:
+        assert workload.op == f"{kind}_decode"
         output_error, state_error = first_step_errors(workload, contender.prepare(workload))
         assert output_error < 1e-6, contender.name
         assert state_error < (1e-6 if state_dtype == torch.float32 else 4e-3), contender.name
@@ -241,50 +244,78 @@ def test_rivals_get_the_workload_in_their_own_terms(folder, kind, state_dtype):
 
 def test_a_rivals_launch_settings_all_run(folder):
     pytest.importorskip("triton")
-    for contender in rival_calls.found_in(folder)[0]:
-        workload = small(contender.kinds[0])
+    for contender in common.found_in(folder, decode.RIVALS)[0]:
+        workload = common.as_taken(contender, small(contender.kinds[0], batch=8))
         prepared = contender.prepare(workload)
-        assert len(prepared.settings) > 1 or contender.name == "sglang/packed"
+        has_choice = contender.has_ring or (contender.kinds == ("mamba2",) and contender.name != "mamba/stateless")
+        assert (len(prepared.settings) > 1) == has_choice
         for setting in prepared.settings.values():
             with setting():
                 assert prepared.steps[0]().isfinite().all()
 
 
+def test_a_rival_takes_what_its_project_would_give_it(folder):
+    (cuda,) = (c for c in common.found_in(folder, decode.RIVALS)[0] if c.name == "sglang/cuda")
+    assert cuda.takes(small("kda", batch=8))
+    assert not cuda.takes(small("kda", batch=4))
+    assert not cuda.takes(small("gdn", batch=8))
+    assert not cuda.takes(small("kda", batch=8, state_dtype=torch.bfloat16))
+
+
+def test_two_versions_of_a_package_are_loaded_beside_each_other(folder):
+    pytest.importorskip("triton")
+    name = "vllm.model_executor.layers.mamba.ops.replayssm_config"
+    for project, number in ((VLLM, 1), (VLLM_FORK, 2)):
+        path = folder / project.within / f"{name.replace('.', '/')}.py"
+        path.write_text(f"NUMBER = {number}\ndef later():\n    from vllm import logger\n    return logger")
+    one, two = loading.load(VLLM, folder, name), loading.load(VLLM_FORK, folder, name)
+    assert (one.NUMBER, two.NUMBER) == (1, 2)
+    assert loading.load(VLLM, folder, name) is one
+    assert one.later().init_logger("x")
+    assert loading.load(VLLM_FORK, folder, name) is two
+
+
 def test_a_rival_that_is_not_there_is_said_with_how_to_get_it(folder, tmp_path):
-    (folder / rivals.SGLANG.files[1]).unlink()
-    found, (note,) = rival_calls.found_in(folder)
-    assert {contender.name.split("/")[0] for contender in found} == {"vllm-fork"}
-    assert rivals.SGLANG.files[1] in note
+    (folder / SGLANG.files[1]).unlink()
+    found, (note,) = common.found_in(folder, decode.RIVALS)
+    assert {contender.name.split("/")[0] for contender in found} == {"vllm", "vllm-fork", "mamba", "fla", "flashinfer"}
+    assert SGLANG.files[1] in note
     assert "python -m benchmarks.rivals sglang" in note
-    assert [len(x) for x in rival_calls.found_in(None)] == [0, 2]
+    assert [len(x) for x in common.found_in(None, decode.RIVALS)] == [0, len(PROJECTS)]
 
 
 def test_an_installed_project_is_not_shadowed(folder):
     pytest.importorskip("triton")
     sys.modules["sglang"] = type(sys)("sglang")
-    with pytest.raises(rivals.RivalError, match="imported already, from elsewhere"):
-        rivals.load(rivals.SGLANG, folder, "sglang.kernels")
+    with pytest.raises(loading.RivalError, match="imported already, from elsewhere"):
+        loading.load(SGLANG, folder, "sglang.kernels")
 
 
 def test_a_rivals_file_that_does_not_import_is_one_error(folder):
     pytest.importorskip("triton")
-    (folder / rivals.SGLANG.files[0]).write_text("import a_package_that_is_not_there\n")
-    packed = next(c for c in rival_calls.found_in(folder)[0] if c.name == "sglang/packed")
+    (folder / SGLANG.files[0]).write_text("import a_package_that_is_not_there\n")
+    packed = next(c for c in common.found_in(folder, decode.RIVALS)[0] if c.name == "sglang/packed")
     (row,) = measure_at(small("gdn"), [packed])
     assert "a_package_that_is_not_there" in row["error"]
 
 
 def test_fetching_takes_the_files_from_a_wheel_and_from_a_checkout(folder, tmp_path, capsys):
-    wheel, into = tmp_path / "sglang-0.5.23-cp312-none-any.whl", tmp_path / "into"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name in (*rivals.SGLANG.files, "sglang/__init__.py"):
-            archive.writestr(name, "")
-    fetch.take_from_wheel(rivals.SGLANG, wheel, into)
-    assert fetch.main(["vllm", "--checkout", str(folder), "--into", str(into)]) == 0
-    assert rival_calls.found_in(into)[1] == []
-    assert rivals.SGLANG.version_in(into) == "0.5.23"
+    into = tmp_path / "into"
+    for project in PROJECTS:
+        if not project.wheel:
+            source = ["--checkout", str(folder)]
+        else:
+            wheel = tmp_path / f"{project.package}-{project.version}-cp312-none-any.whl"
+            with zipfile.ZipFile(wheel, "w") as archive:
+                for name in (*project.files, f"{project.package}/__init__.py"):
+                    archive.writestr(f"{name}inside.h" if name.endswith("/") else name, "")
+            source = ["--wheel", str(wheel)]
+        assert fetch.main([project.name, *source, "--into", str(into)]) == 0
+    assert common.found_in(into, decode.RIVALS)[1] == []
+    assert SGLANG.version_in(into) == "0.5.23"
+    assert (into / "sglang/kernels/jit/include/inside.h").is_file()
     assert not (into / "sglang" / "__init__.py").exists()
-    assert fetch.main(["vllm", "--checkout", str(tmp_path / "nothing"), "--into", str(into)]) == 1
+    assert fetch.main(["vllm-fork", "--checkout", str(tmp_path / "nothing"), "--into", str(into)]) == 1
     assert "a checkout of Johnny-Liou/ReplaySSM" in capsys.readouterr().err
 
 
@@ -354,7 +385,7 @@ def test_a_mark_without_results_is_refused(results, mark):
 def test_the_documents_tables_are_what_the_results_say():
     assert tables.main(["--check"]) == 0
     text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert len(tables.PLACE.findall(text)) == text.count("<!-- table:") == 3
+    assert len(tables.PLACE.findall(text)) == text.count("<!-- table:") + text.count("<!-- targets:") >= 4
 
 
 def test_a_number_changed_by_hand_is_found(tmp_path, capsys):

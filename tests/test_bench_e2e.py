@@ -98,7 +98,7 @@ def test_rows_of_a_filled_engine_share_no_pages(small):
 
 @pytest.mark.parametrize("kept", [1, 3, 4])
 def test_windows_keep_as_many_tokens_as_is_set(small, kept):
-    with engines.engines(small, {"speculate": options_of(3, speculate="ngram")}) as made:
+    with engines.engines(small, {"speculate": options_of(3, speculate="ngram", fixed_draft=True)}) as made:
         engine = made["speculate"]
         context = engines.computed_context(engine, engines.random_tokens(300, 20, seed=0))
         set_windows(engine, kept)
@@ -175,7 +175,8 @@ def test_rows_have_the_figures_of_their_load(result):
         assert row["tpot_ms"] > 0
         assert (row["ttft_ms"] is None) == filled_row
         assert (row["step_ms"] is None) == (not filled_row)
-        assert (row["forward_ms"] is None) == (not (filled_row and ours))
+        for column in ("forward_ms", "host_ms"):
+            assert (row[column] is None) == (not (filled_row and ours))
         assert row["context"] == ("copied" if filled_row else "computed")
         if filled_row:
             assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e3 / row["tpot_ms"], rel=1e-2)
@@ -197,6 +198,38 @@ def test_a_document_takes_a_table_of_the_result(result, tmp_path):
     assert text.count("\n| 5 | ") == 4
     assert "requests of" not in text
     assert result["meta"]["date"] in text
+
+
+def rows_of(loaded, options):
+    return [row for point in e2e.points(loaded, options) for row in point]
+
+
+def test_each_context_has_its_points_and_its_table(small):
+    options = replace(SMALL, batches=(2,), contexts=(30, 90), contenders=("replay", "transformers"), loads=("filled",))
+    rows = rows_of(small, options)
+    assert len(rows) == options.num_points == 4
+    found = [(row["prompt_tokens"], row["contender"]) for row in rows]
+    assert found == [(90, "replay"), (30, "replay"), (90, "transformers"), (30, "transformers")]
+    titles = [table.title for table in e2e_report.tables(rows)]
+    assert ["contexts of 90 tokens" in title for title in titles] == [True, False]
+
+
+def test_no_point_begins_when_the_time_is_up(small):
+    result = e2e.run(small, replace(SMALL, contenders=("replay",), seconds=0.0))
+    assert [(row["load"], row["batch"]) for row in result["rows"]] == [("filled", 1)]
+    assert result["meta"]["points_left"] == 3
+
+
+def test_the_operators_are_those_that_were_asked_for(small):
+    options = replace(SMALL, batches=(1,), loads=LOADS[:2], contenders=("replay",), backend="torch")
+    assert {row["backend"] for row in rows_of(small, options)} == {"torch"}
+
+
+def test_tokens_are_drawn_if_that_was_asked_for(small):
+    options = replace(SMALL, batches=(3,), loads=("filled",), contenders=("replay",), sampled=True)
+    (row,) = rows_of(small, options)
+    assert row["sampled"]
+    assert row["tokens_per_s"] > 0
 
 
 # What fails
@@ -271,6 +304,9 @@ def test_the_command_fails_where_one_of_ours_does(config, capfd, monkeypatch):
         ("--state-dtype float32,bfloat16", "state-dtype is 'float32,bfloat16': one of"),
         ("--model nowhere.json", "model 'nowhere.json' is neither a folder nor a bundled model"),
         ("--prompt-tokens 9000", "prompt-tokens is 9000: with"),
+        ("--context 9000", "prompt-tokens is 128 and context 9000: with"),
+        ("--backend fast", "backend is 'fast': it must be one of auto, cpu, torch, triton, cuda"),
+        ("--seconds soon", "seconds is 'soon': whole numbers"),
         ("--device cuda", "device is 'cuda', but torch sees no GPU"),
         ("--output .", "output is '.', which is a folder"),
     ],

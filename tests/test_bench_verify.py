@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from rival_stubs import SMALL, files_in
 
 from benchmarks import tables
 from replayssm import cli
-from replayssm.bench import ahead, measure, report, rival_calls, rival_windows, verify
+from replayssm.bench import ahead, decode, measure, report, verify
 from replayssm.bench.check import first_step_errors
 from replayssm.bench.contenders import Ours, OurWindows
+from replayssm.bench.rivals import common
+from replayssm.bench.rivals.sglang_windows import ReservedWindows
 from replayssm.bench.workload import KINDS, SHAPES, WindowWorkload, num_calls
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,17 +108,20 @@ def folder(tmp_path):
     yield from files_in(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rivals_get_the_window_in_their_own_terms(folder, kind, tokens, state_dtype):
     pytest.importorskip("triton")
-    found, notes = rival_calls.found_in(folder, rival_windows.OFFERS)
+    found, notes = common.found_in(folder, verify.RIVALS)
     assert notes == []
-    taking_part = [contender for contender in found if contender.takes(kind, state_dtype)]
-    assert [contender.name for contender in taking_part] == ["vllm-fork/replay", "vllm-fork/native"]
-    for contender in taking_part:
-        work = small(kind, tokens, state_dtype=state_dtype)
+    options_ = options(kinds=(kind,), windows=(tokens,), state_dtypes=(state_dtype,), batches=(3,))
+    (taking_part,) = verify.points(options_, found)
+    names = {"gdn": ["vllm-fork/replay", "vllm/native", "sglang/replay"]}
+    names["kda"] = ["sglang/fold"]
+    names["mamba2"] = ["vllm-fork/replay", "vllm/native", "flashinfer/replay"]
+    assert [contender.name for _, contender in taking_part] == names[kind]
+    for work, contender in taking_part:
         prepared = contender.prepare(work)
         output_error, state_error = first_step_errors(work, prepared)
         rounds_between = state_dtype == torch.bfloat16 and not contender.has_ring and tokens > 1
@@ -126,10 +132,40 @@ def test_rivals_get_the_window_in_their_own_terms(folder, kind, tokens, state_dt
                 assert prepared.steps[0]().isfinite().all()
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_sglangs_ring_keeps_room_for_two_windows(tokens):
+    work = ReservedWindows.of(small("gdn", tokens))
+    counts = Counter(work.cursors().flatten().tolist())
+    cursor, visited = 0, set()
+    for _ in range(40):  # a chain of windows, all accepted, folded when two more would not fit
+        visited.add(cursor)
+        cursor = 0 if cursor + tokens + 2 * tokens > 16 else cursor + tokens
+    assert set(counts) == visited
+    assert len(set(counts.values())) == 1
+    assert work.flushes(work.cursors()).sum() * len(visited) == work.num_slots
+
+
+def test_sglangs_cursors_stay_where_they_are_from_walk_to_walk(folder):
+    pytest.importorskip("triton")
+    (rival,) = (c for c in common.found_in(folder, verify.RIVALS)[0] if c.name == "sglang/replay")
+    work = rival.own(small("gdn", 4))
+    prepared = rival.prepare(work)
+    everything = torch.arange(3)
+    folded = []
+    for _ in range(2):
+        before = [prepared.state(call, everything).clone() for call in range(work.calls)]
+        for step in prepared.steps:
+            step()
+        after = [prepared.state(call, everything) for call in range(work.calls)]
+        folded.append((torch.cat(before) != torch.cat(after)).flatten(1).any(1).tolist())
+    assert folded[0] == folded[1] == work.flushes(work.cursors().flatten()).tolist()
+
+
 def test_a_fork_that_is_not_there_is_said_and_no_other_project_is_missed():
-    contenders, (note,) = rival_calls.found_in(None, rival_windows.OFFERS)
+    contenders, notes = common.found_in(None, verify.RIVALS)
     assert contenders == []
-    assert "python -m benchmarks.rivals vllm" in note
+    assert [note.partition(" ")[0] for note in notes] == ["vllm-fork", "vllm", "sglang", "flashinfer"]
+    assert all("python -m benchmarks.rivals" in note for note in notes)
 
 
 # Points
@@ -181,7 +217,7 @@ class Called:
     name: str
     has_ring: bool = True
 
-    def takes(self, kind, state_dtype):
+    def takes(self, workload):
         return True
 
     def prepare(self, workload):
@@ -195,15 +231,43 @@ class Called:
 def test_first_calls_are_made_for_every_contender_length_and_batch(tmp_path):
     wanted = options(batches=(8, 1))
     points = list(verify.points(wanted, [Called(tmp_path, "fails"), Called(tmp_path, "good")]))
-    tasks = ahead.tasks_of(points)
+    tasks = list(ahead.tasks_of(points).values())
     assert [[work.batch for work, _ in task] for task in tasks] == [[1, 8]] * 4
     assert sorted(ahead.first_calls(task) for task in tasks) == [0, 0, 2, 2]
     assert {path.name for path in tmp_path.iterdir()} == {f"good T={t} B={b}" for t in (1, 4) for b in (1, 8)}
 
 
-def test_other_processes_make_the_calls(tmp_path):
-    ahead.compile_ahead(verify.points(options(windows=(4,)), [Called(tmp_path, "good")]), workers=1)
+def test_other_processes_make_the_calls_and_who_cannot_be_sent_there_is_said(tmp_path, caplog):
+    unsendable = Called(tmp_path, lambda: "a function without a name")
+    points = verify.points(options(windows=(4,)), [Called(tmp_path, "good"), unsendable])
+    assert ahead.compile_ahead(points, workers=1) == set()
     assert [path.name for path in tmp_path.iterdir()] == ["good T=4 B=2"]
+    assert caplog.text.count("is not compiled ahead") == 1
+
+
+def test_every_contender_can_be_sent_to_another_process(folder):
+    for suite, options_ in ((verify, options(batches=(8,), kinds=KINDS)), (decode, decode_options())):
+        rivals = common.found_in(folder, suite.RIVALS)[0]
+        points = list(suite.points(options_, [*suite.contenders_of(options_)[0], *rivals]))
+        assert {contender.name for entries in points for _, contender in entries} >= {r.name for r in rivals}
+        for task in ahead.tasks_of(points).values():
+            assert pickle.loads(pickle.dumps(task)) == task
+
+
+def decode_options() -> decode.DecodeOptions:
+    shared = {"kinds": KINDS, "batches": (8,), "state_dtypes": (torch.float32,), "device": CPU, "shapes": SMALL}
+    return decode.DecodeOptions(**shared, ring_lens=(4,))
+
+
+def test_who_is_not_compiled_in_time_is_left_out(tmp_path):
+    def points():
+        return verify.points(options(windows=(4, 1)), [Called(tmp_path, "takes long"), Called(tmp_path, "good")])
+
+    late = ahead.compile_ahead(points(), workers=2, seconds=0.01)
+    assert len(late) == 4
+    late = {key for key in late if "good" not in key}
+    left = [[contender.name for _, contender in entries] for entries in ahead.without(points(), late)]
+    assert left == [["good"], ["good"]]
 
 
 # Tables

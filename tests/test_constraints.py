@@ -236,6 +236,17 @@ def test_a_constraint_that_does_not_compile_is_refused_in_one_line(settings, mes
     assert "\n" not in str(raised.value)
 
 
+def test_json_may_be_indented_but_blanks_come_to_an_end():
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"const": 1}}}}})
+    params = SamplingParams(json_schema=schema)
+    indented = json.dumps({"a": {"b": 1}}, indent=4)
+    shared().start(params).advance(list(indented.encode()))
+    blanks = shared().start(params)
+    blanks.advance([ord("{")])
+    with pytest.raises(RuntimeError, match="breaks its constraint"):
+        blanks.advance([ord(" ")] * 100)
+
+
 @pytest.mark.parametrize(
     "settings", [{"regex": r"[^\s\S]"}, {"regex": r"a[^\s\S]"}, {"json_schema": '{"$ref": "#"}'}], ids=str
 )

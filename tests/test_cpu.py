@@ -162,7 +162,7 @@ def test_what_has_no_kernel_here_runs_on_the_torch_backend() -> None:
     for name in torch_backend.__all__:
         assert callable(getattr(module, name))
     assert module.materialize is torch_backend.materialize
-    assert module.gdn_decode is not torch_backend.gdn_decode
+    assert module.decode_step is not torch_backend.decode_step
 
 
 # --- numbers

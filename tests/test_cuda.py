@@ -26,6 +26,14 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 KERNELS = [s for s in SHAPES if SHAPES[s][3] in blocks.HEAD_K_DIMS]
 SIZES = {"large": 1, "small": 1000}  # of blocks, which the number of multiprocessors decides
+CUTS = ("large", "middle", "small")  # of a decode step: by the rows that a multiprocessor has
+LEAST_ROWS = {name: getattr(blocks, name) for name in ("FEW_ROWS", "SOME_ROWS", "MANY_ROWS")}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
+    emulated_cuda.install(monkeypatch, multiprocessors=1000 if cut == "small" else 1)
+    for name, rows in LEAST_ROWS.items():
+        monkeypatch.setattr(blocks, name, 0 if cut == "large" else rows)
 
 
 def sometimes(cases: Iterable[tuple[Any, ...]], often: set[tuple[Any, ...]]) -> list[Any]:
@@ -55,20 +63,20 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "shape"),
+    ("cut", "shape"),
     sometimes(
-        product(SIZES, KERNELS),
+        product(CUTS, KERNELS),
         {
             ("large", "gdn-128x128-ratio2"),
             ("large", "kda-bounded-64x64"),
-            ("large", "mamba2-80x128-groups1"),
+            ("middle", "mamba2-80x128-groups1"),
             ("small", "mamba2-64x256"),
         },
     ),
 )
-def test_every_output_and_state_equals_the_recurrence(size: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_output_and_state_equals_the_recurrence(cut: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a padding row, a row that is forced to flush, and a ring that is longer than its flush period."""
-    emulated_cuda.install(monkeypatch, multiprocessors=SIZES[size])
+    install(monkeypatch, cut)
     launched = launches_of(monkeypatch)
     layer = Layer.named(shape, backend="cuda")
     pool = new_pool(layer, 3, 3, ring_capacity=4)
@@ -131,8 +139,8 @@ def test_same_row_same_bits_however_a_step_is_cut(shape: str, state: str, monkey
     layer = Layer.named(shape, dtype=BF16, backend="cuda")
     steps = [layer.draw(3) for _ in range(6)]
     results = []
-    for multiprocessors in SIZES.values():
-        emulated_cuda.install(monkeypatch, multiprocessors=multiprocessors)
+    for cut in CUTS:
+        install(monkeypatch, cut)
         for batch in ([0], [2, 0, 1]):
             pool = new_pool(layer, 3, 5, state_dtype=DTYPES[state])
             taken = pool.alloc(3)
@@ -151,21 +159,23 @@ def test_same_row_same_bits_however_a_step_is_cut(shape: str, state: str, monkey
 @pytest.mark.parametrize(
     ("shape", "block"),
     [
-        ("gdn-128x128-ratio2", blocks.Block(64, 4, 4, 2, 168)),
-        pytest.param("gdn-128x128-ratio2", blocks.Block(32, 2, 8, 3, 168), marks=pytest.mark.thorough),
-        pytest.param("kda-128x128", blocks.Block(64, 2, 4, 2, 168), marks=pytest.mark.thorough),
+        ("gdn-128x128-ratio2", blocks.Block(64, 4, 96, resident=3)),
+        pytest.param("mamba2-64x128-groups2", blocks.Block(192, 6, 96, resident=2), marks=pytest.mark.thorough),
+        pytest.param("kda-128x128", blocks.Block(64, 2, 168, resident=1), marks=pytest.mark.thorough),
     ],
-    ids=["4-tiles-of-2-heads", "8-tiles-3-at-once", "2-heads-with-channel-gates"],
+    ids=["gdn", "tiles-of-2-heads", "channel-gates"],
 )
-def test_several_tiles_in_a_block_change_no_bit(
+def test_blocks_that_take_tile_after_tile_change_no_bit(
     shape: str, block: blocks.Block, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the copies have to be made again, from another slot's checkpoint."""
+    """Also with padding between them, and with slots that read another's checkpoint."""
     results = []
     for chosen in (None, block):
-        emulated_cuda.install(monkeypatch)
+        emulated_cuda.install(monkeypatch, multiprocessors=1000)
         if chosen is not None:
             monkeypatch.setattr(blocks, "choose", lambda *_: block)
+            monkeypatch.setattr(decode, "properties", lambda _: decode.Properties(1, 227 * 1024, "cpu"))
+        launched = launches_of(monkeypatch)
         layer = Layer.named(shape, backend="cuda")
         pool = new_pool(layer, 4, 3, state_dtype=F32)
         first = pool.alloc(1)
@@ -178,16 +188,17 @@ def test_several_tiles_in_a_block_change_no_bit(
             outputs.append(layer.decode(layer.draw(len(batch)), **pool.state_args(0), slots=slots).flatten())
             pool.advance(slots)
         results.append((torch.cat(outputs), pool.read_state(0, [first[0], forked])))
+        assert (max(launched) == block.resident) == (chosen is block)
     for mine, expected in zip(*results, strict=True):
         assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize(
-    ("size", "kind"), sometimes(product(SIZES, KINDS), {("large", "gdn"), ("small", "kda"), ("large", "mamba2")})
+    ("cut", "kind"), sometimes(product(CUTS, KINDS), {("large", "gdn"), ("small", "kda"), ("middle", "mamba2")})
 )
-def test_forks_and_snapshots(size: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_and_snapshots(cut: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that read another's checkpoint, which the copy from their own has to make way for."""
-    emulated_cuda.install(monkeypatch, multiprocessors=SIZES[size])
+    install(monkeypatch, cut)
     results = []
     for backend in ("cuda", "torch"):
         layer = Layer(kind, 1, 1, 64, 16, seed=4)
@@ -276,12 +287,11 @@ def test_blocks_divide_the_heads_of_a_key_head(head_v_dim: int, state_dtype: tor
     for (group, channel), head_k_dim, key_heads in product(groups, blocks.HEAD_K_DIMS, (1, 3, 8)):
         heads = group * key_heads
         shape = blocks.Shape(channel, True, head_v_dim, head_k_dim, group, heads, 16, state_dtype)
-        for rows in (100, 10_000, 1_000_000):
+        for rows in (100, 10_000, 100_000, 200_000, 1_000_000):
             block = blocks.choose(shape, BF16, rows, 132, 227 * 1024)
             assert block is not None
             assert block.fits(shape)
             assert head_v_dim % block.rows == 0 or (group * head_v_dim) % block.rows == 0 == block.rows % head_v_dim
-            assert heads * head_v_dim % block.span == 0
             assert block.rows % block.warps == 0
             assert block.rows // block.warps in (8, 16, 32)
             assert block.shared_bytes(shape, BF16) <= 227 * 1024

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm.backends.cuda import blocks, build, decode
+from replayssm.backends.cuda import blocks, build, decode, verify, windows
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LARGE, SMALL = 10**7, 1000  # rows of states in a step
@@ -33,25 +33,34 @@ NAMES = {F32: "float", BF16: "bf16", F16: "f16"}
 
 def case(shape: str, state_dtype: torch.dtype, batch_rows: int) -> dict[str, str]:
     """What decode.cu leaves open, for bfloat16 activations and the rings that go with them."""
-    layer = blocks.Shape(*SHAPES[shape], ring_rows=16, state_dtype=state_dtype)
+    updates = BF16 if state_dtype == BF16 else F32
+    layer = blocks.Shape(*SHAPES[shape], 16, state_dtype, updates)
     block = blocks.choose(layer, BF16, batch_rows, **SM90)
     assert block is not None
-    types = {
-        "C": NAMES[state_dtype],
-        "X": "bf16",
-        "U": "bf16" if state_dtype == BF16 else "float",
-        "K": "bf16",
-        "A": "bf16",
-    }
+    types = {"C": NAMES[state_dtype], "X": "bf16", "U": NAMES[updates], "A": "bf16"}
     types |= {"B": "bf16" if layer.delta else "none", "RATE": "float", "BIAS": "float"}
     types |= {"D": "none" if layer.delta else "float", "Z": "none"}
     return decode.macros(layer, block, types | {"FLAGS": 65 if layer.delta else 66, "FORCE_BYTES": 0})
 
 
-def compile_with_nvcc(macros: dict[str, str], architecture: str, folder: Path) -> tuple[int, int]:
+def window_case(shape: str, state_dtype: torch.dtype, batch_rows: int, tokens: int) -> dict[str, str]:
+    """The same for verify.cu, with trees."""
+    layer = blocks.Shape(*SHAPES[shape], ring_rows=16 + tokens - 1, state_dtype=state_dtype)
+    cut = windows.choose(layer, tokens, BF16, batch_rows, **SM90)
+    assert cut is not None
+    types = {"C": NAMES[state_dtype], "X": "bf16", "U": "bf16" if state_dtype == BF16 else "float", "K": "bf16"}
+    types |= {"A": "bf16", "B": "bf16" if layer.delta else "none", "RATE": "float", "BIAS": "float"}
+    types |= {"D": "none" if layer.delta else "float", "Z": "none" if layer.delta else "bf16"}
+    rules = verify.Rules(l2_norm=layer.delta, softplus=not layer.delta)
+    return verify.macros(layer, cut, types, rules, tree=True, aligned=True)
+
+
+def compile_with_nvcc(
+    macros: dict[str, str], architecture: str, folder: Path, files: tuple[str, ...] = build.SOURCES
+) -> tuple[int, int]:
     """Registers of a thread, and bytes that it spills."""
     source = folder / "decode.cu"
-    source.write_text(build.source())
+    source.write_text(build.source(files))
     target = f"-gencode=arch=compute_{architecture[3:]},code={architecture}"
     options = ["-cubin", "-std=c++17", "--resource-usage", *(f"-D{name}={value}" for name, value in macros.items())]
     command = ["nvcc", target, *options, "-o", str(folder / "decode.cubin"), str(source)]
@@ -93,6 +102,35 @@ def test_kernels_compile_without_spills(
     assert architecture != "sm_90a" or registers <= int(macros["CASE_REGISTERS"])
 
 
+def sometimes(architecture: str, shape: str, state_dtype: torch.dtype, rows: int, tokens: int) -> object:
+    often = (shape, state_dtype, rows, tokens) in (("gdn", F32, LARGE, 4), ("kda", BF16, SMALL, 8))
+    marks = [] if architecture == "sm_90a" and often else [pytest.mark.thorough]
+    name = f"{architecture}-{shape}-{NAMES[state_dtype]}-{'large' if rows == LARGE else 'small'}-{tokens}"
+    return pytest.param(architecture, shape, state_dtype, rows, tokens, marks=marks, id=name)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
+@pytest.mark.parametrize(
+    ("architecture", "shape", "state_dtype", "rows", "tokens"),
+    [
+        sometimes(architecture, shape, state_dtype, rows, tokens)
+        for architecture in ("sm_90a", "sm_100a", "sm_120a")
+        for shape in SHAPES
+        for state_dtype in (F32, BF16, F16)
+        for rows in (LARGE, SMALL)
+        for tokens in (1, 4, 8, 16)
+    ],
+)
+def test_verify_kernels_compile_without_spills(
+    architecture: str, shape: str, state_dtype: torch.dtype, rows: int, tokens: int, tmp_path: Path
+) -> None:
+    macros = window_case(shape, state_dtype, rows, tokens)
+    registers, spilled = compile_with_nvcc(macros, architecture, tmp_path, build.VERIFY)
+    print(f"\n{architecture} {shape} {state_dtype}: {registers} registers, {macros['CASE_ROWS']} rows")
+    assert spilled == 0
+    assert architecture != "sm_90a" or registers <= int(macros["CASE_REGISTERS"])
+
+
 def test_nvrtc_compiles_them_through_cuda_core() -> None:
     if build.missing_package():
         pytest.skip(build.missing_package())
@@ -125,7 +163,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls: list[str] = []
 
-    def fake(macros: dict[str, str], architecture: str) -> bytes:
+    def fake(macros: dict[str, str], architecture: str, files: object) -> bytes:
         calls.append(architecture)
         return f"code of {macros} for {architecture}".encode()
 
@@ -146,7 +184,7 @@ def test_source_options_and_architecture_decide_the_name(changed: str, monkeypat
     before = build.fingerprint(MACROS, "sm_90a")
     macros, architecture = MACROS, "sm_90a"
     if changed == "source":
-        monkeypatch.setattr(build, "source", lambda: "another")
+        monkeypatch.setattr(build, "source", lambda *_: "another")
     elif changed == "macros":
         macros = {"CASE_ROWS": "64"}
     else:
@@ -202,6 +240,37 @@ def test_without_a_usable_cache_folder_each_process_compiles(
     assert build.machine_code(MACROS, "sm_90a") == first
     assert len(compiled) == 2
     assert not list(tmp_path.glob("**/.building-*")) if tmp_path.is_dir() else True
+
+
+def test_a_user_without_a_home_compiles_in_each_process(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.chdir(tmp_path)
+    first = build.machine_code(MACROS, "sm_90a")
+    assert build.machine_code(MACROS, "sm_90a") == first
+    assert len(compiled) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_compiled_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried: list[str] = []
+
+    def refuse(macros: dict[str, str], architecture: str, files: object) -> bytes:
+        tried.append(architecture)
+        raise build.BuildError(f"no such thing as {architecture}")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compile_source", refuse)
+    monkeypatch.setattr(build, "_refused", {})
+    for architecture in ("sm_1", "sm_1", "sm_2", "sm_1"):
+        with pytest.raises(build.BuildError, match=f"no such thing as {architecture}"):
+            build.machine_code(MACROS, architecture)
+    assert tried == ["sm_1", "sm_2"]
 
 
 def test_without_cuda_core_the_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -517,19 +517,20 @@ def test_bad_arguments_of_kda_and_mamba2_are_named() -> None:
 
 @pytest.mark.usefixtures("either_cpu_backend")
 def test_mamba2_options() -> None:
-    """Without D, z, bias or softplus, and with time-step limits."""
+    """Without D, z, bias or softplus, and with time-step limits; without these, a negative step stays."""
     layer = Layer("mamba2", 1, 2, 16, 16)
     pool = ReplayPool([layer.spec], 1, ring_len=4)
     slots = pool.slot_tensor(pool.alloc(1))
     x = layer.draw(1)
     A = -layer.A_log.exp()
-    x["dt"] = x["dt"].abs()
-    for softplus, limit in ((True, (0.0, math.inf)), (False, (0.2, 0.6)), (True, (0.9, 0.95))):
+    x["dt"] = torch.tensor([[-0.4, 0.5]], device=x["dt"].device)
+    none = (0.0, math.inf)
+    for softplus, limit in ((True, none), (False, none), (False, (0.2, 0.6)), (False, (0.0, 0.3)), (True, (0.5, 0.6))):
         plain = {name: x[name] for name in ("x", "dt", "B", "C")}
         state = {**pool.state_args(0), "flush_period": 1}
         pool.fold_args(0)["checkpoint"].zero_()
         y = ops.mamba2_decode(**plain, A=A, **state, slots=slots, dt_softplus=softplus, dt_limit=limit)  # type: ignore[arg-type]
         delta = torch.nn.functional.softplus(x["dt"].double()) if softplus else x["dt"].double()
-        u = delta.clamp(*limit)[..., None] * x["x"].double()
+        u = (delta if limit == none else delta.clamp(*limit))[..., None] * x["x"].double()
         expected = u * (x["B"].double() * x["C"].double()).sum(-1, keepdim=True)
         assert relative_error(y, expected) < 1e-6

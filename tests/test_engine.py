@@ -374,7 +374,7 @@ def test_speculation_changes_no_token_and_saves_steps():
     rng = random.Random(13)
     prompts = [random_prompt(rng, length) for length in (3, 20, 41, 8, 17)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    plain, speculating = engine_with(), engine_with(speculate="ngram", num_draft=3)
+    plain, speculating = engine_with(), engine_with(speculate="ngram", num_draft=3, fixed_draft=True)
     expected = tokens_of(plain, prompts, params)
     assert tokens_of(speculating, prompts, params) == expected
     stats = speculating.stats()
@@ -391,7 +391,7 @@ def test_speculation_changes_no_token_and_saves_steps():
 
 
 def test_a_window_that_ends_a_sample_gives_nothing_behind_its_end():
-    engine, cut = engine_with(speculate="ngram", num_draft=4, max_rows=4), 0
+    engine, cut = engine_with(speculate="ngram", num_draft=4, fixed_draft=True, max_rows=4), 0
     beginning = random_prompt(random.Random(15), 9)
     prompt = [*beginning, *greedy(beginning, 200)]  # has repetitions, so that drafts are right
     whole = [token for token in greedy(prompt, 30) if token != EOS]
@@ -409,7 +409,7 @@ def test_a_window_that_ends_a_sample_gives_nothing_behind_its_end():
 
 def test_speculation_reads_each_step_before_the_next_although_told_to_run_ahead():
     prompts = [random_prompt(random.Random(i), 12) for i in range(4)]
-    engine = engine_with(speculate="ngram", run_ahead=True)
+    engine = engine_with(speculate="ngram", fixed_draft=True, run_ahead=True)
     assert tokens_of(engine, prompts) == [greedy(prompt, 24) for prompt in prompts]
     assert engine.stats().windows > 0
 
@@ -460,7 +460,14 @@ class Turning:
 
 
 @pytest.mark.parametrize(
-    "options", [{"run_ahead": False}, {"run_ahead": True}, {"speculate": "ngram"}, memory_for(4, 0, 30)]
+    "options",
+    [
+        {"run_ahead": False},
+        {"run_ahead": True},
+        {"speculate": "ngram", "fixed_draft": True},
+        {"speculate": "ngram", "fixed_draft": True, "run_ahead": True},
+        memory_for(4, 0, 30),
+    ],
 )
 def test_constrained_rows_keep_to_their_constraint_beside_free_ones(options):
     prompts = [random_prompt(random.Random(i), 20) for i in range(6)]
@@ -496,4 +503,5 @@ def test_speculation_keeps_sampled_tokens_as_they_are():
     rng = random.Random(14)
     prompts = [random_prompt(rng, 12) for _ in range(5)]
     params = [SamplingParams(seed=i, max_tokens=40, temperature=0.4, presence_penalty=0.1 * i) for i in range(5)]
-    assert tokens_of(engine_with(speculate="ngram"), prompts, params) == tokens_of(engine_with(), prompts, params)
+    speculating = engine_with(speculate="ngram", fixed_draft=True)
+    assert tokens_of(speculating, prompts, params) == tokens_of(engine_with(), prompts, params)

@@ -272,11 +272,37 @@ def test_a_hit_knows_nothing_of_the_last_tenant_of_its_row():
     assert torch.allclose(kept[0], kept[1], atol=1e-4)
 
 
+@pytest.mark.parametrize("gap", [1, 10])
+def test_drafts_go_on_behind_tokens_that_were_missed_and_never_look_at_their_places(gap):
+    found = []
+    for before in (50.0, -3.0):  # in the memory that nothing was written to
+        engine, right = Engine(), 0
+        for kept in (*engine.drafts._pages.keys.values(), *engine.drafts._pages.values.values()):
+            kept.fill_(before)
+        one, other = Running(0, 0, 20), Running(1, 1, 30)
+        engine.join(one)
+        engine.join(other)
+        assert engine.propose([one, other], [3, 0]) == [expected(one, 3), []]
+        engine.update([one], [2])
+        engine.drafts.missed([0])
+        assert engine.propose([one], [3]) == [[]]
+        one.done += gap
+        for _ in range(40):
+            engine.update([one, other], [1, 0])
+            drafts = engine.propose([one, other], [2, 0])[0]
+            right += drafts[:1] == expected(one, 1)
+            found.append(drafts)
+        assert right > 25, "what lies far back costs few drafts"
+        engine.update([other], [1])
+        assert engine.propose([other], [2]) == [expected(other, 2)]
+    assert found[:40] == found[40:]
+
+
 def test_memory_is_what_it_says():
     engine = Engine(num_pages=10)
     pages = engine.drafts._pages.tensors()
     assert sum(kept.nbytes for kept in pages.values()) == 10 * engine.drafts.bytes_per_page
-    rows = [engine.drafts._last, engine.drafts._hidden, engine.drafts._tokens]
+    rows = [engine.drafts._last, engine.drafts._hidden, engine.drafts._tokens, engine.drafts._since]
     assert sum(table.nbytes for table in rows) == 4 * engine.drafts.bytes_per_row
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.engine import Engine
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.params import SamplingParams
@@ -21,11 +22,26 @@ ROOMS = {  # rows, snapshots, pages
 WAYS = {
     "plain": {},
     "ahead": {"run_ahead": True},
-    "speculating": {"speculate": "ngram", "num_draft": 4},
+    "speculating": {"speculate": "ngram", "num_draft": 4, "fixed_draft": True},
+    "speculating at times": {"speculate": "ngram", "num_draft": 4, "run_ahead": True},
     "no cache": {"prefix_cache": False},
     "no cache, ahead": {"prefix_cache": False, "run_ahead": True},
     "invariant": {"batch_invariant": True, "run_ahead": True},
 }
+
+
+class LengthsByChance(DraftLength):
+    """Drafts in some steps and not in others, of whatever length."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(max_drafts=4)
+        self.rng = rng
+
+    def begin(self, rows: int) -> bool:
+        return self.rng.random() < 0.5
+
+    def choose(self, counts: list[int]) -> int:
+        return self.rng.randint(0, max(counts))
 
 
 @dataclass
@@ -111,6 +127,8 @@ def check(room: str, way: str, count: int, seed: int) -> Engine:
     rng = random.Random(seed)
     options = ROOMS[room] | SMALL | WAYS[way] | {"ring_len": rng.choice([1, 4, 5])}
     engine = Engine(token_model(), EngineOptions(**options), runner=TokenRunner)
+    if engine.pace is not None:
+        engine.pace.lengths = engine.launcher.lengths = LengthsByChance(rng)
     asked = random_requests(rng, count, min(engine.max_context, 150))
     serve(engine, asked)
     for one, expected in zip(asked, alone(asked), strict=True):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "replayssm"
 
 # Each layer may import itself and those before it.
-BASE = ("errors", "options", "bundled", "loading")
+BASE = ("errors", "options", "folders", "bundled", "loading", "tuned")
 LAYERS = (*BASE, "recurrence", "backends", "ops", "state", "models", "speculate", "engine", "server")
 INTEGRATIONS_MAY_USE = {"ops", "state", "integrations"}
 BENCH_MAY_USE = {"", *BASE, "recurrence", "ops", "state", "models", "engine", "bench"}

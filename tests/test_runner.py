@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from functools import partial
 from importlib.util import find_spec
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ from families import FAMILIES
 from running import LENGTHS, NEW, PAGE, Desk, generated, int32, loaded, prompt
 
 from replayssm import bundled
-from replayssm.engine.attention import OnHost, Queries, TorchAttention, TritonAttention, parts_of, some_pages
+from replayssm.engine.attention import Queries, TorchAttention, TritonAttention, parts_of, some_pages
 from replayssm.engine.cache import ATTRIBUTE
-from replayssm.engine.flashinfer import FlashInferAttention
 from replayssm.engine.forward import Chunk
 from replayssm.engine.graphs import Graphs, row_counts
 from replayssm.engine.runner import Runner
@@ -80,6 +77,41 @@ def test_what_was_decoded_can_be_continued_by_a_prefill(name):
         for _ in range(4):
             desk.decode([row])
         expect(name, [row])
+
+
+@pytest.mark.parametrize("name", [*BUNDLED, "nemotron_h", "zamba2"])
+def test_chunks_of_one_prompt_in_one_forward_give_the_tokens_of_the_whole_and_the_states_between(name):
+    with Desk(name, ring_len=4) as desk:
+        pool = desk.runner.pool
+        short, long, other = desk.row(11), desk.row(37), desk.row(70)
+        desk.prefill((other, 64))
+        for row in (short, long):
+            row.keep = pool.alloc(1, zero=False)[0]
+        parts = [(short, 8, short.keep), (other, 5, None), (long, 16, None), (short, 3, None), (long, 16, long.keep)]
+        parts += [(long, 5, None)]
+        chunks = []
+        for row, count, keep in parts:
+            text = row.text[row.done : row.done + count]
+            chunks.append(Chunk(row.slot, row.pages, row.done, text, keep))
+            row.done += count
+        forward = desk.runner.prefill(chunks)
+        for row, place in ((short, 3), (long, 5)):
+            row.add(int(forward.logits[place].argmax()))
+            pool.seal(row.keep)
+        desk.prefill((other, 1))
+        forks = [desk.fork(short, short.keep, length=11, done=8), desk.fork(long, long.keep, length=37, done=32)]
+        desk.prefill((forks[0], 3), (forks[1], 5))
+        for _ in range(6):
+            desk.decode([long, *forks, short, other])
+        expect(name, [short, long, other, *forks])
+
+
+def test_chunks_that_continue_another_come_behind_the_first_ones_of_all_slots():
+    with Desk(BUNDLED[0]) as desk:
+        one, other = desk.row(11), desk.row(37)
+        chunks = [Chunk(one.slot, one.pages, 0, [1]), Chunk(one.slot, one.pages, 1, [2])]
+        with pytest.raises(ValueError, match=rf"chunk 1 of slot {other.slot} comes behind a chunk 2 of another"):
+            desk.runner.prefill([*chunks, Chunk(other.slot, other.pages, 0, [3])])
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -439,57 +471,6 @@ def test_paged_attention_on_a_gpu_is_softmax(num_k_heads, key_dim, value_dim, dt
         attention.begin(Queries(*(x.cuda() for x in queries[:4]), *queries[4:]))
         y = attention.run(query.cuda(), keys.cuda(), values.cuda(), key_dim**-0.5).cpu().double()
         assert (y - expected).norm() < tolerance * expected.norm()
-
-
-class DocumentedWrapper:
-    """FlashInfer's prefill wrapper, as its documentation describes it."""
-
-    def __init__(self, workspace, layout):
-        assert workspace.dtype == torch.uint8
-        assert layout == "NHD"
-        self.plans = 0
-
-    def plan(
-        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-        head_dim_qk, page_size, *, causal, sm_scale, q_data_type, kv_data_type,
-    ):  # fmt: skip
-        assert causal
-        self.plans += 1
-        bounds = paged_kv_indptr.tolist()
-        used = paged_kv_indptr.diff()
-        assert len(paged_kv_indices) == bounds[-1]
-        assert ((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all()
-        table = torch.zeros(len(used), int(used.max()), dtype=torch.int32)
-        for row, line in enumerate(table):
-            line[: used[row]] = paged_kv_indices[bounds[row] : bounds[row + 1]]
-        counts = qo_indptr.diff()
-        lengths = (used - 1) * page_size + paged_kv_last_page_len - counts
-        self.queries = Queries(table, lengths, qo_indptr[:-1], counts, int(counts.max()), int(qo_indptr[-1]))
-        self.expected = (num_qo_heads, num_kv_heads, head_dim_qk, q_data_type, kv_data_type)
-        self.scale = sm_scale
-
-    def run(self, q, paged_kv_cache):
-        k, v = paged_kv_cache
-        assert self.expected == (q.shape[1], k.shape[2], q.shape[2], q.dtype, k.dtype)
-        return by_hand(q, k, v, self.queries, self.scale).to(q.dtype)
-
-
-def test_flashinfer_gets_what_its_documentation_wants(monkeypatch):
-    """With a stand-in for its wrapper."""
-    module = ModuleType("flashinfer")
-    module.BatchPrefillWithPagedKVCacheWrapper = DocumentedWrapper
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    attention = FlashInferAttention("cpu", PAGE)
-    lengths, counts = (0, 9, 8, 30), (5, 1, 4, 3)
-    query, keys, values, queries = rows_of_keys(lengths, counts, key_dim=64, value_dim=64)
-    query, keys, values = (x.half() for x in (query, keys, values))
-    pages = [line.tolist() for line in queries.page_table]
-    attention.begin(queries._replace(on_host=OnHost(pages, list(lengths), list(counts))))
-    expected = by_hand(query, keys, values, queries, 0.125)
-    for _ in range(2):
-        y = attention.run(query, keys, values, 0.125)
-        assert (y.double() - expected).norm() < 1e-3 * expected.norm()
-    assert attention._wrapper.plans == 1  # for all layers
 
 
 def test_long_walks_are_split_where_there_are_few_programs():

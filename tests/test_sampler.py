@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -638,3 +640,123 @@ def test_a_gpu_draws_the_tokens_of_a_cpu():
     expected = _copied(sampler_of(requests), logits, everyone, everyone)
     assert drawn.tokens.tolist() == [token for token, _ in expected]
     assert isinstance(drawn.logprobs, Logprobs)
+
+
+# One kernel for all rows.
+
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton's interpreter",
+)
+
+
+def both(requests: list[SamplingParams]) -> list[Sampler]:
+    """By PyTorch's functions and by the kernel."""
+    made = [Sampler(VOCAB, CPU, max_rows=len(requests), fused=fused) for fused in (False, True)]
+    for one in made:
+        for row, params in enumerate(requests):
+            one.join(row, params, seed=100 + row, prompt=[1, 2, 1, 3], output=[4, 4, 7], eos_token_ids=[0])
+    return made
+
+
+def quantised(logits: Tensor) -> Tensor:
+    """With many equal ones."""
+    return (logits * 2).round() / 2
+
+
+@INTERPRETED
+@pytest.mark.parametrize("steps", [1, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("change", [lambda x: x, quantised, lambda x: 30 * x], ids=["smooth", "ties", "steep"])
+def test_the_kernel_draws_the_tokens_of_torch(change, steps):
+    requests = list(REQUESTS.values())
+    torch_sampler, kernel = both(requests)
+    order = [*range(len(requests)), -1]
+    for step in range(steps):
+        logits, places = change(some_logits(len(order), seed=step)), torch.arange(len(order)) + 5 * step
+        drawn = [one.sample(logits, one.rows(order), places).tokens for one in (torch_sampler, kernel)]
+        assert torch.equal(*(tokens[:-1] for tokens in drawn))
+    assert torch.equal(torch_sampler._seen.counts, kernel._seen.counts)
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=INTERPRETED)])
+def test_logits_of_16_bits_give_the_tokens_of_the_same_ones_in_float32(fused):
+    requests = [REQUESTS[name] for name in ("greedy", "sampled", "all of them")]
+    made = both(requests)[fused]
+    logits, places = some_logits(3).bfloat16(), torch.arange(3)
+    drawn = [made.sample(x, made.rows(range(3)), places).tokens for x in (logits, logits.float())]
+    assert torch.equal(*drawn)
+
+
+@INTERPRETED
+def test_the_kernel_goes_over_a_vocabulary_in_chunks(monkeypatch):
+    from replayssm.backends.triton import draw
+
+    monkeypatch.setattr(draw, "BLOCK", 32)
+    names = ("sampled", "all of them", "top-p", "more than there are", "greedy, penalised", "biased")
+    torch_sampler, kernel = both([REQUESTS[name] for name in names])
+    logits, places = some_logits(len(names), seed=9), torch.arange(len(names))
+    assert torch.equal(*(one.sample(logits, one.rows(range(6)), places).tokens for one in (torch_sampler, kernel)))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("left", [40, 1])
+def test_the_kernel_keeps_to_masks(left):
+    constrained = [replace(REQUESTS[name], regex="x") for name in ("sampled", "all of them", "top-k", "greedy")]
+    torch_sampler, kernel = both([*constrained, REQUESTS["sampled"]])
+    dice = random.Random(left)
+    allowed_tokens = [dice.sample(range(VOCAB), left) for _ in constrained]
+    masks = torch.zeros(4, -(-VOCAB // 32), dtype=torch.int32)
+    for mask, tokens in zip(masks, allowed_tokens, strict=True):
+        for token in tokens:
+            mask[token // 32] |= torch.tensor(1 << token % 32).int()
+    logits, places = some_logits(5), torch.arange(5)
+    drawn = [one.sample(logits, one.rows(range(5)), places, masks).tokens for one in (torch_sampler, kernel)]
+    assert torch.equal(*drawn)
+    assert all(token in tokens for token, tokens in zip(drawn[1].tolist(), allowed_tokens, strict=False))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("penalised", [False, True])
+def test_the_kernel_draws_the_windows_of_torch(penalised):
+    requests = [REQUESTS[name] for name in ("greedy", "all of them")]
+    requests += [REQUESTS["penalised"]] if penalised else []
+    samplers, count = both(requests), len(requests)
+    logits = some_logits(3 * count).view(count, 3, VOCAB)
+    places = torch.arange(count) + 7
+    num_tokens = torch.tensor([3, 2, 3, 3][:count], dtype=torch.int32)
+    drafts = torch.full((count, 3), 4)
+    for _ in range(2):
+        found = [one.verify_window(logits, one.rows(range(count)), places, drafts, num_tokens) for one in samplers]
+        for name in ("tokens", "num_accepted", "last"):
+            assert torch.equal(*(getattr(one, name) for one in found)), name
+        drafts = torch.cat([drafts[:, :1], found[0].tokens[:, :2]], 1)  # so that all are accepted
+    assert torch.equal(*(one._seen.counts for one in samplers))
+    assert int(found[0].num_accepted.max()) == 3
+
+
+@INTERPRETED
+def test_the_kernel_gives_some_token_for_broken_logits_and_leaves_other_rows_alone():
+    requests = [REQUESTS[name] for name in ("all of them", "sampled", "top-p", "top-k")]
+    torch_sampler, kernel = both(requests)
+    logits = some_logits(4)
+    broken = logits.clone()
+    broken[0], broken[2] = math.nan, -math.inf
+    expected = torch_sampler.sample(logits, torch_sampler.rows(range(4)), torch.arange(4)).tokens
+    drawn = kernel.sample(broken, kernel.rows(range(4)), torch.arange(4)).tokens
+    assert torch.equal(drawn[1::2], expected[1::2])
+    assert bool(((drawn >= 0) & (drawn < VOCAB)).all())
+
+
+@pytest.mark.gpu
+def test_the_kernel_draws_the_tokens_of_torch_from_a_large_vocabulary():
+    device, vocab_size, requests = torch.device("cuda"), 151_936, [*REQUESTS.values()]
+    count = len(requests)
+    samplers = [Sampler(vocab_size, device, max_rows=count, fused=fused) for fused in (False, True)]
+    for made in samplers:
+        for row, params in enumerate(requests):
+            made.join(row, params, seed=100 + row, prompt=[1, 2, 1, 3], output=[4, 4, 7], eos_token_ids=[0])
+    for step in range(8):
+        logits = some_logits(count, vocab_size, seed=step).to(device, torch.bfloat16)  # with many equal ones
+        places = torch.arange(count, device=device) + step
+        drawn = [made.sample(logits, made.rows(range(count)), places).tokens.tolist() for made in samplers]
+        assert drawn[0] == drawn[1]

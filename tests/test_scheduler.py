@@ -44,9 +44,13 @@ class Desk:
         sampled = list(plan.decode)
         for piece in (piece for pieces in plan.rounds for piece in pieces):
             sequence = piece.sequence
-            assert len(self.slots.tokens(sequence.slot)) == sequence.done == piece.start < piece.end
+            assert len(self.slots.tokens(sequence.slot)) == piece.start < piece.end
             assert len(sequence.pages) * PAGE >= piece.end
-            self.slots.write_tokens(sequence.slot, tuple(sequence.tokens[: piece.end]))
+            for slot in (sequence.slot, piece.keep):
+                if slot is not None:
+                    self.slots.write_tokens(slot, tuple(sequence.tokens[: piece.end]))
+        for piece in (piece for pieces in plan.rounds for piece in pieces):
+            sequence = piece.sequence
             self.scheduler.prefilled(piece)
             sampled += [sequence] if sequence.phase is Phase.DECODE else []
         for sequence in plan.decode:
@@ -86,8 +90,47 @@ def test_a_prompt_is_cut_at_chunks_and_at_its_last_page_boundary():
     desk = Desk()
     sequence = desk.add(range(1, 41), new=2)
     desk.run()
-    assert [ends for ends in desk.pieces(sequence) if ends] == [[16], [32], [36, 40]]
+    assert [ends for ends in desk.pieces(sequence) if ends] == [[16, 32], [36, 40]]
     assert desk.snapshots == [16, 32, 36]
+    assert desk.is_whole()
+
+
+def test_a_prompt_takes_one_chunk_of_a_step_and_its_tail_beside_others_that_decode():
+    desk = Desk()
+    desk.add(range(100, 104), new=30)
+    desk.step()
+    sequence = desk.add(range(1, 41), new=2)
+    desk.run()
+    assert [ends for ends in desk.pieces(sequence) if ends] == [[16], [32], [36, 40]]
+    assert {16, 32, 36} <= set(desk.snapshots)
+
+
+def test_a_snapshot_within_a_step_is_left_out_where_no_slot_is_free():
+    desk = Desk(rows=1, slots=2, budget=64)
+    sequence = desk.add(range(1, 41), new=2)
+    desk.run()
+    assert [ends for ends in desk.pieces(sequence) if ends] == [[16, 32, 36, 40]]
+    assert desk.snapshots == [36]
+    assert desk.is_whole()
+
+
+def test_prompts_with_one_beginning_in_one_step_keep_one_snapshot_of_it():
+    desk = Desk(budget=64)
+    for last in (50, 60):
+        desk.add([*range(1, 9), last], new=1)  # too short to wait for
+    desk.step()
+    assert desk.snapshots == [8]
+    desk.run()
+    assert desk.is_whole()
+
+
+def test_slots_for_snapshots_of_a_step_that_failed_are_given_back():
+    desk = Desk(budget=64)
+    sequence = desk.add(range(1, 41), new=2)
+    plan = desk.scheduler.plan()
+    assert [piece.keep is not None for of_round in plan.rounds for piece in of_round] == [True, True, True, False]
+    desk.scheduler.failed()
+    desk.scheduler.finish(sequence)
     assert desk.is_whole()
 
 
@@ -95,7 +138,7 @@ def test_without_a_cache_a_prompt_is_cut_at_chunks_only():
     desk = Desk(cached=False)
     sequence = desk.add(range(1, 41), new=2)
     desk.run()
-    assert [ends for ends in desk.pieces(sequence) if ends] == [[16], [32], [40]]
+    assert [ends for ends in desk.pieces(sequence) if ends] == [[32], [40]]
     assert desk.is_whole()
 
 
@@ -224,7 +267,7 @@ def test_a_row_is_taken_from_nobody_of_the_same_priority():
 
 
 def test_nobody_waits_for_a_prefix_of_one_that_stands_behind():
-    desk = Desk(budget=64)
+    desk = Desk(budget=32)
     first = desk.add([*range(1, 61), 70])
     first.in_flight = 1  # as after a preemption
     second = desk.add([*range(1, 61), 80])
@@ -348,3 +391,26 @@ def test_invariant_sequences_run_only_with_room_to_their_end():
     desk.run()
     assert desk.scheduler.preemptions == 0
     assert desk.is_whole()
+
+
+def test_sequences_that_were_cancelled_while_they_waited_are_forgotten():
+    desk = Desk(rows=1)
+    desk.add(range(1, 6), new=50)
+    desk.step()
+    for number in range(1000):
+        desk.scheduler.finish(desk.add(range(number, number + 5)))
+    last = desk.add(range(7, 12))
+    assert len(desk.scheduler.waiting) < 100
+    desk.run()
+    assert last.finished
+    assert desk.is_whole()
+
+
+def test_those_that_wait_for_a_prefix_hold_up_no_other():
+    desk = Desk(rows=4, budget=200)
+    desk.add([*range(1, 101), 200], new=1)
+    for number in range(20):
+        desk.add([*range(1, 101), 300 + number], new=1)
+    other = desk.add(range(400, 405), new=1)
+    plan = desk.step()
+    assert other in plan.joined

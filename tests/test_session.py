@@ -33,7 +33,7 @@ def rest_of(engine, name) -> list[int]:
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0, **LONG), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 7, 20], ids=lambda steps: f"after-{steps}-steps")
 def test_a_request_goes_on_elsewhere_with_the_tokens_it_has_here(tmp_path, params, steps, run_ahead):
-    engine, name, before = partly_served(params, steps=steps, run_ahead=run_ahead)
+    engine, name, before = partly_served(params, steps=steps, run_ahead=run_ahead, max_step_tokens=16)
     total = engine.export_session(name, tmp_path / "session")
     here = before + rest_of(engine, name)
     other = engine_with(run_ahead=run_ahead)
@@ -73,7 +73,7 @@ def test_a_drafter_is_told_all_tokens_of_a_restored_request(tmp_path, monkeypatc
 
 def test_a_long_prompt_that_is_half_computed_goes_on_elsewhere(tmp_path):
     prompt = random_prompt(random.Random(1), 100)
-    engine, name, _ = partly_served(GREEDY, steps=3, prompt=prompt)
+    engine, name, _ = partly_served(GREEDY, steps=3, prompt=prompt, max_step_tokens=16)
     engine.export_session(name, tmp_path / "session")
     other = engine_with()
     _, restored = other.import_session(tmp_path / "session")

@@ -59,10 +59,10 @@ class TokenPool(ReplayPool):
         source = int(self.checkpoint_slot[slot])
         return self.checkpoints[source] + tuple(self.rings[slot][: int(self.write_pos[slot])])
 
-    def alloc(self, count: int = 1) -> list[int]:
-        slots = super().alloc(count)
+    def alloc(self, count: int = 1, *, zero: bool = True) -> list[int]:
+        slots = super().alloc(count, zero=zero)
         for slot in slots:
-            self.checkpoints[slot] = ()
+            self.checkpoints[slot] = () if zero else ("never written",)
         return slots
 
     def fork(self, src: int) -> int:
@@ -123,7 +123,8 @@ class TokenRunner:
 
     def prefill(self, chunks):
         assert chunks
-        assert len({chunk.slot for chunk in chunks}) == len(chunks)
+        numbers = [sum(other.slot == chunk.slot for other in chunks[:i]) for i, chunk in enumerate(chunks)]
+        assert numbers == sorted(numbers)
         logits = []
         for chunk in chunks:
             before = self.pool.tokens(chunk.slot)
@@ -134,6 +135,8 @@ class TokenRunner:
             self._write(chunk.pages, chunk.start, chunk.tokens)
             tokens = (*before, *chunk.tokens)
             self.pool.write_tokens(chunk.slot, tokens)
+            if chunk.keep is not None:
+                self.pool.write_tokens(chunk.keep, tokens)
             logits.append(logits_of(tokens, self._read(chunk.pages, len(tokens))))
         self.prefilled += chunks
         return Forward(torch.stack(logits), torch.zeros(sum(len(chunk.tokens) for chunk in chunks), 1))

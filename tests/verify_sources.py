@@ -12,7 +12,7 @@ Described = tuple[Any, dict[str, str], dict[str, Any], int]  # kernel, types, co
 SHAPES = {"gdn": (2, 128, 128), "kda": (1, 128, 128), "mamba2": (8, 64, 128), "mamba2-n256": (48, 64, 256)}
 
 
-def window_kernels(kind: str, state_type: str, activation: str, *, tree: bool) -> dict[str, Described]:
+def window_kernels(kind: str, state_type: str, activation: str, *, tree: bool, ring_rows: int) -> dict[str, Described]:
     group, d_v, d_k = SHAPES[kind]
     delta = not kind.startswith("mamba2")
     ring = "fp32" if state_type == "fp32" else activation
@@ -22,17 +22,17 @@ def window_kernels(kind: str, state_type: str, activation: str, *, tree: bool) -
     indices = ("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "num_tokens_ptr", "parents_ptr")
     types |= dict.fromkeys(indices, "*i32")
     types |= dict.fromkeys(("scale", "beta_scale", "lower_bound", "dt_min", "dt_max"), "fp32")
-    block_v, block_k, num_warps = verify.window_tile(d_v, delta)
+    cut = verify.window_tiling(4, d_v, ring_rows, kind == "kda", 4 if state_type == "fp32" else 2)
     shared = {
         "GROUP": group,
         "HEAD_K_DIM": d_k,
-        "RING_ROWS": 19,
+        "RING_ROWS": ring_rows,
         "CHANNEL_GATE": kind == "kda",
         "DELTA_RULE": delta,
         "BOUNDED": False,
         "SOFTPLUS": True,
         "HAS_BIAS": True,
-        "BLOCK_T": verify.BLOCK_T,
+        "BLOCK_T": cut.tokens,
     }
     constants = shared | {
         "NUM_V_HEADS": 2 * group,
@@ -44,21 +44,24 @@ def window_kernels(kind: str, state_type: str, activation: str, *, tree: bool) -
         "CLAMPED": False,
         "TF32": True,
         "EPS": 1e-6,
-        "BLOCK_V": block_v,
-        "BLOCK_K": block_k,
-        "BLOCK_R": 32,
+        "NARROW": True,
+        "BLOCK_V": cut.rows,
+        "BLOCK_K": cut.columns,
+        "BLOCK_R": verify.record_block(ring_rows),
+        "FOLD_K": verify.FOLD_COLUMNS,
+        "STAGES": cut.stages,
     }
     return {
-        f"verify {kind} {state_type}": (verify._verify_kernel, types, constants, num_warps),
-        f"append {kind} {state_type}": (verify._append_kernel, types, shared | {"BLOCK_K": d_k}, 4),
+        f"verify {kind} {state_type}": (verify._verify_kernel, types, constants, cut.num_warps),
+        f"append {kind} {state_type}": (verify._append_kernel, types, shared | {"BLOCK_K": d_k}, 1),
     }
 
 
 def described() -> dict[str, Described]:
     found: dict[str, Described] = {}
     for kind in SHAPES:
-        found |= window_kernels(kind, "fp32", "bf16", tree=True)
-        found |= window_kernels(kind, "bf16", "bf16", tree=False)
+        found |= window_kernels(kind, "fp32", "bf16", tree=False, ring_rows=16)
+        found |= window_kernels(kind, "bf16", "bf16", tree=True, ring_rows=19)
     indices = ("write_pos_ptr", "slots_ptr", "num_tokens_ptr", "num_accepted_ptr", "path_ptr", "checkpoint_slot_ptr")
     types = dict.fromkeys((*indices, "parents_ptr"), "*i32") | {"ring_ptr": "*fp32", "counters_ptr": "*i64"}
     types |= dict.fromkeys(("x_ptr", "state_ptr", "window_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16")

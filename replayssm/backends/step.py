@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
+
+#: Where a call's tensors are counted off, these stand for those that aren't there, each in its place; addresses are 0.
+ABSENT = tuple(torch.empty(0) for _ in range(18))
 
 #: What a record holds. ``"updates"``: ``(u, k, g)``, the key as it came, its norm factor in u. ``"normalised"``: the
 #: normalised key, u without that factor. ``"inputs"``, for Mamba-2: ``(x, B, Δ)`` in place of ``(Δ x, B, Δ A)``.
 Records = Literal["updates", "normalised", "inputs"]
+
+
+class Layer(NamedTuple):
+    """A layer's tensors for one token or a window, in the letters of the delta rule.
+
+    Mamba-2: q = C, k = B, v = x, a = dt, rate = A. Shapes and dtypes: :mod:`replayssm.ops`; KDA's bias is ``[H, d_k]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor | None  # None: the additive rule
+    rate: Tensor
+    bias: Tensor | None
+    D: Tensor | None = None
+    z: Tensor | None = None
+
+    @property
+    def channel(self) -> bool:
+        """Whether there is a decay for each key channel."""
+        return self.a.dim() == self.v.dim()
+
+
+class Rules(NamedTuple):
+    """A layer's numbers."""
+
+    scale: float = 1.0  # of q
+    beta_scale: float = 1.0
+    l2_norm: bool = False  # of q and k
+    lower_bound: float | None = None  # of a channel gate
+    softplus: bool = False  # of the time step
+    dt_min: float = -math.inf
+    dt_max: float = math.inf
 
 
 class Step(NamedTuple):
@@ -32,6 +72,12 @@ class Step(NamedTuple):
         forced = None if self.force_flush is None else self.force_flush[rows]
         cursors = self.write_pos[rows] if self.checkpoint_slot is None else self.write_pos
         return self._replace(write_pos=cursors, slots=self.slots[rows], force_flush=forced)
+
+
+def counted_off(tensors: Sequence[Tensor], flush_period: int) -> tuple[Layer, Step]:
+    """An operator's tensors as a layer and a step: in their order, one of ABSENT for each that isn't there."""
+    there = [None if x is absent else x for x, absent in zip(tensors, ABSENT, strict=False)]
+    return Layer(*there[:9]), Step(*there[9:16], flush_period, there[16])  # type: ignore[arg-type, call-arg]
 
 
 class Window(NamedTuple):

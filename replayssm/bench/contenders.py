@@ -12,6 +12,7 @@ from torch import Tensor
 
 from replayssm import ops
 from replayssm.bench.workload import Workload
+from replayssm.errors import InputError
 from replayssm.state import ReplayPool
 
 Records = tuple[Tensor, Tensor, Tensor]
@@ -45,11 +46,28 @@ class Contender(Protocol):
     @property
     def has_ring(self) -> bool: ...
 
-    def takes(self, kind: str, state_dtype: torch.dtype) -> bool:
-        """Whether it can step this kind of layer with such a state."""
+    def takes(self, workload: Workload) -> bool:
+        """Whether it can make these steps."""
         ...
 
     def prepare(self, workload: Workload) -> Prepared: ...
+
+
+def chosen(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
+    """Those with these names; a name without its second part means all of a project.
+
+    Raises:
+        InputError: nobody has such a name.
+    """
+    for wanted in names:
+        if not any(_is_called(contender, wanted) for contender in contenders):
+            known = ", ".join(dict.fromkeys(contender.name for contender in contenders))
+            raise InputError(f"contender is {wanted!r}: here it must be one of {known}")
+    return [c for c in contenders if any(_is_called(c, name) for name in names)]
+
+
+def _is_called(contender: Contender, name: str) -> bool:
+    return name in (contender.name, contender.name.partition("/")[0])
 
 
 @dataclass(frozen=True)
@@ -58,12 +76,13 @@ class Ours:
 
     backend: str
     has_ring: bool = True
+    ring_dtype: torch.dtype | str = "auto"
 
     @property
     def name(self) -> str:
         return f"replayssm/{self.backend}"
 
-    def takes(self, kind: str, state_dtype: torch.dtype) -> bool:  # noqa: ARG002
+    def takes(self, workload: Workload) -> bool:  # noqa: ARG002
         return True
 
     def prepare(self, workload: Workload) -> Prepared:
@@ -74,6 +93,7 @@ class Ours:
             ring_capacity=workload.ring_rows,
             state_dtype=workload.state_dtype,
             activation_dtype=workload.activation_dtype,
+            ring_dtype=self.ring_dtype,
             device=workload.device,
             backend=self.backend,
         )
@@ -83,7 +103,8 @@ class Ours:
         for name, values in zip(("ring_u", "ring_k", "ring_g"), workload.records(), strict=True):
             held[name].copy_(values)
         pool.write_pos.copy_(workload.cursors().flatten())
-        batches = [pool.slot_tensor(numbers[i : i + workload.batch]) for i in range(0, len(numbers), workload.batch)]
+        slots = torch.tensor(numbers, dtype=torch.int32, device=workload.device).view(workload.calls, workload.batch)
+        batches = [own.clone() for own in slots]  # each aligned, as a caller's own tensor is
         operator = getattr(ops, workload.op)
         arguments = {**workload.inputs(), **workload.parameters(), **self._of_pool(workload, pool)}
 

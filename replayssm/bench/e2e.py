@@ -12,8 +12,10 @@ Contenders: *replay*; *no-replay*, which writes states at every token; *speculat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -27,7 +29,7 @@ from replayssm.bench.timing import read_bandwidth
 from replayssm.loading import LoadedModel
 
 Point = list[Row]
-PACKAGES = ("flash-linear-attention", "flashinfer-python", "causal-conv1d", "kernels")
+PACKAGES = ("flash-linear-attention", "causal-conv1d", "kernels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +39,52 @@ class Options:
     Args:
         batches: rows of the filled load.
         requests: of the other loads.
-        prompt_tokens: of a context or a prompt.
+        prompt_tokens: of a prompt.
+        contexts: tokens of each context of the filled load; none: as many as a prompt has.
         new_tokens: steps that are timed of the filled load, tokens of an answer in the others.
         ring_len: L.
         num_draft: drafts of a window.
         kept: tokens that the filled load keeps of each window.
+        adapt: in the filled load, too, the engine goes without drafts where that is faster, as it does in the others.
+        sampled: the filled load's tokens are drawn at temperature 1 with a top_p, not the likeliest.
         state_dtype: of the checkpoints, by torch's name.
+        backend: of the engines' operators.
         loads, contenders: which of them.
         rounds: of turns.
+        seconds: no point begins later than this; None sets no limit.
     """
 
     batches: tuple[int, ...]
     requests: int = 8
     prompt_tokens: int = 1000
+    contexts: tuple[int, ...] = ()
     new_tokens: int = 64
     ring_len: int = 16
     num_draft: int = 3
     kept: int = 3
+    adapt: bool = False
+    sampled: bool = False
     state_dtype: str = "float32"
+    backend: str = "auto"
     loads: tuple[str, ...] = LOADS
     contenders: tuple[str, ...] = CONTENDERS
     rounds: int = 3
+    seconds: float | None = None
+
+    @property
+    def filled(self) -> tuple[Options, ...]:
+        """The same with each context of the filled load as the prompt, the longest first: it takes the most memory."""
+        contexts = sorted(self.contexts or (self.prompt_tokens,), reverse=True)
+        return tuple(replace(self, prompt_tokens=tokens, contexts=()) for tokens in contexts)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a sequence, in any load."""
+        served = self.prompt_tokens + self.new_tokens
+        if FILLED not in self.loads:
+            return served
+        new = self.filled_tokens(speculates="speculate" in self.contenders) + self.window
+        return max(served, self.filled[0].prompt_tokens + new)
 
     @property
     def window(self) -> int:
@@ -77,17 +104,12 @@ class Options:
         return steps * (self.window if speculates else 1)
 
     @property
-    def most_new_tokens(self) -> int:
-        if FILLED not in self.loads:
-            return self.new_tokens
-        return max(self.new_tokens, self.filled_tokens(speculates="speculate" in self.contenders) + self.window)
-
-    @property
     def num_points(self) -> int:
         engines = set(self.contenders) - {"transformers"}
-        points = len(self.batches) * (FILLED in self.loads) + len(set(self.loads) - {FILLED}) if engines else 0
+        filled = len(self.batches) * len(self.filled) * (FILLED in self.loads)
+        points = filled + len(set(self.loads) - {FILLED}) if engines else 0
         if "transformers" in self.contenders:
-            points += len(self.batches) * (FILLED in self.loads) + (NO_PREFIX in self.loads)
+            points += filled + (NO_PREFIX in self.loads)
         return points
 
 
@@ -96,16 +118,25 @@ def run(
 ) -> dict[str, Any]:
     """Measure all, and give the result as it is stored, ``meta`` and ``rows``; after each point to ``on_point``, too.
 
-    What fails has a row with the error and without times.
+    What fails has a row with the error and without times. Where the time is up, ``meta`` says how many points there
+    was none for, as ``points_left``.
     """
+    start = time.monotonic()
     device = torch.device(loaded.device)
     bandwidth = read_bandwidth(device)
     free_memory()
     rows: list[Row] = []
     result: dict[str, Any] = {"meta": _meta(loaded, device, bandwidth), "rows": rows}
-    for point in points(loaded, options):
-        rows += point
-        on_point(result)
+    left = options.num_points
+    with closing(points(loaded, options)) as measured:
+        for point in measured:
+            rows += point
+            left -= 1
+            late = options.seconds is not None and time.monotonic() - start > options.seconds
+            result["meta"]["points_left"] = left if late else 0
+            on_point(result)
+            if late:
+                break
     return result
 
 
@@ -131,7 +162,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def points(loaded: LoadedModel, options: Options) -> Iterator[Point]:
+def points(loaded: LoadedModel, options: Options) -> Generator[Point]:
     """Rows of each point: first the engines', then transformers', which need the memory for themselves."""
     if set(options.contenders) - {"transformers"}:
         if FILLED in options.loads:
@@ -146,8 +177,10 @@ def points(loaded: LoadedModel, options: Options) -> Iterator[Point]:
 def _of_transformers(loaded: LoadedModel, options: Options) -> Iterator[Point]:
     """Its rows; it has no prefix cache, so the load with shared prefixes is to it as any other."""
     if FILLED in options.loads:
-        for batch in options.batches:
-            yield _measured(new_row(loaded, options, "transformers", FILLED, batch), generate.filled, loaded, options)
+        for filling in options.filled:
+            for batch in filling.batches:
+                row = new_row(loaded, filling, "transformers", FILLED, batch)
+                yield _measured(row, generate.filled, loaded, filling)
     if NO_PREFIX in options.loads:
         row = new_row(loaded, options, "transformers", NO_PREFIX, options.requests)
         yield _measured(row, generate.served, loaded, options)

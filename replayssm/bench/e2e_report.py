@@ -12,15 +12,15 @@ TITLES = {
     "no-prefix": "requests of {prompt_tokens} tokens each and {new_tokens} new ones",
     "shared-prefix": "requests of {prompt_tokens} tokens, three quarters of them shared, and {new_tokens} new ones",
 }
-FILLED_COLUMNS = {"step ms": "step_ms", "model ms": "forward_ms"}
+FILLED_COLUMNS = {"step ms": "step_ms", "model ms": "forward_ms", "host ms": "host_ms"}
 SERVED_COLUMNS = {"TTFT ms": "ttft_ms", "TPOT ms": "tpot_ms"}
 
 
 class LoadTable:
-    """Cells of one load's table, a line for each batch and contender."""
+    """Cells of the table of one load and context, a line for each batch and contender."""
 
     def __init__(self, load: str, rows: list[Row]) -> None:
-        self._rows = [row for row in rows if row["load"] == load]
+        self._rows = rows
         self._at = {(row["contender"], row["batch"]): row for row in self._rows}
         self._beside = [name for name in BESIDE if any(row["contender"] == name for row in self._rows)]
         self._columns = FILLED_COLUMNS if load == FILLED else SERVED_COLUMNS
@@ -43,7 +43,7 @@ class LoadTable:
             first = [self._ratio(row, "no-replay", "ttft_ms", 3)] if self._has_first else []
             setting = ["–" if row["ring_len"] is None else str(row["ring_len"]), row["state_dtype"]]
             rate = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else _problem(row)
-            times = ["–" if row[column] is None else f"{row[column]:.2f}" for column in self._columns.values()]
+            times = ["–" if row.get(name) is None else f"{row[name]:.2f}" for name in self._columns.values()]
             yield [str(row["batch"]), _name(row), *setting, *ratios, rate, *times, *first]
 
     def _ratio(self, row: Row, name: str, column: str, digits: int) -> str:
@@ -66,9 +66,11 @@ def _problem(row: Row) -> str:
 
 
 def tables(rows: list[Row]) -> list[LoadTable]:
-    """One for each load."""
-    there = {row["load"] for row in rows}
-    return [LoadTable(load, rows) for load in LOADS if load in there]
+    """One for each load and context."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (LOADS.index(row["load"]), -row["prompt_tokens"])):
+        groups.setdefault((row["load"], row["prompt_tokens"]), []).append(row)
+    return [LoadTable(load, group) for (load, _), group in groups.items()]
 
 
 def failures(rows: list[Row]) -> Iterator[str]:

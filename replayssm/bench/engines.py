@@ -95,7 +95,9 @@ def computed_context(engine: Engine, tokens: Tokens) -> Saved:
     return Saved(len(tokens), copies)
 
 
-def fill(engine: Engine, context: Saved, rows: int, new_tokens: int, groups: int) -> None:
+def fill(
+    engine: Engine, context: Saved, rows: int, new_tokens: int, groups: int, params: SamplingParams | None = None
+) -> None:
     """Let rows run whose contexts are copies, so that nothing of them is computed.
 
     Each row has slots and pages of its own, as after a prefill. They join in groups, one at each step, so that their
@@ -107,8 +109,9 @@ def fill(engine: Engine, context: Saved, rows: int, new_tokens: int, groups: int
         rows: how many.
         new_tokens: that each may have.
         groups: how many steps they take to join.
+        params: how tokens are drawn; None takes the likeliest.
     """
-    params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    params = replace(params or SamplingParams(temperature=0.0), max_tokens=new_tokens, ignore_eos=True)
     for group in range(groups):
         for row in range(group, rows, groups):
             tokens = random_tokens(engine.runner.vocab_size, context.done + 1, seed=row)

@@ -27,6 +27,7 @@ from replayssm.bench.set_windows import set_windows
 from replayssm.bench.timing import Walk, time_in_turns
 from replayssm.engine.engine import Engine
 from replayssm.engine.options import EngineOptions
+from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Saved
 from replayssm.loading import LoadedModel
 
@@ -37,41 +38,55 @@ logger = logging.getLogger(__name__)
 
 MOST_SPECULATING = 128  # rows; beyond them the matrix products alone make windows no gain
 SEED = 1
+DRAWN = SamplingParams(temperature=1.0, top_p=0.95, seed=0)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one engine did while it was its turn: so many steps, new tokens, in so many seconds."""
+    """What one engine did while it was its turn: so many steps, new tokens, in so many seconds.
+
+    Attributes:
+        waited: of these seconds, those in which the host had nothing to do but wait for the device.
+    """
 
     steps: int
     tokens: int
     seconds: float
+    waited: float
 
 
 def points(loaded: LoadedModel, options: Options) -> Iterator[list[Row]]:
-    """The rows of each batch.
+    """The rows of each context and batch.
 
     The engines are made once, for the largest batch; if there is no room for them, that batch is left out.
     """
-    batches = list(options.batches)
-    while batches:
-        largest = max(batches)
-        wanted = _engine_options(options, largest)
+    left = [(filling, batch) for filling in options.filled for batch in options.batches]
+    while left:
+        largest = max(batch for _, batch in left)
+        wanted = _engine_options(options.filled[0], largest)
         try:
             with engines(loaded, wanted) as made:
-                context = computed_context(
-                    next(iter(made.values())),
-                    random_tokens(loaded.model.get_output_embeddings().weight.shape[0], options.prompt_tokens, SEED),
-                )
                 if "speculate" in made:
                     set_windows(made["speculate"], options.kept)
-                while batches:
-                    yield _point(loaded, options, made, context, batches[0])
-                    batches.pop(0)
+                contexts: dict[int, Saved] = {}
+                while left:
+                    filling, batch = left[0]
+                    if filling.prompt_tokens not in contexts:
+                        contexts = {filling.prompt_tokens: _context(loaded, made, filling.prompt_tokens)}
+                    yield _point(loaded, filling, made, contexts[filling.prompt_tokens], batch)
+                    left.pop(0)
         except Exception as error:
             logger.exception("no engines for %d rows", largest)
-            yield [new_row(loaded, options, name, FILLED, largest) | {"error": said(error)} for name in wanted]
-            batches.remove(largest)
+            for filling in options.filled:
+                if (filling, largest) in left:
+                    left.remove((filling, largest))
+                    yield [new_row(loaded, filling, name, FILLED, largest) | {"error": said(error)} for name in wanted]
+
+
+def _context(loaded: LoadedModel, made: dict[str, Engine], num_tokens: int) -> Saved:
+    """States, keys and values of so many random tokens."""
+    vocab_size = loaded.model.get_output_embeddings().weight.shape[0]
+    return computed_context(next(iter(made.values())), random_tokens(vocab_size, num_tokens, SEED))
 
 
 def _engine_options(options: Options, largest: int) -> dict[str, EngineOptions]:
@@ -92,6 +107,8 @@ def _engine_options(options: Options, largest: int) -> dict[str, EngineOptions]:
                 replay=name != "no-replay",
                 speculate="ngram" if speculates else None,
                 num_draft=options.num_draft,
+                fixed_draft=not options.adapt,
+                backend=options.backend,
             )
     return made
 
@@ -103,7 +120,8 @@ def _point(loaded: LoadedModel, options: Options, made: dict[str, Engine], conte
     try:
         for name, engine in taking_part.items():
             new_tokens = options.filled_tokens(speculates=name == "speculate")
-            fill(engine, context, batch, new_tokens, groups=min(batch, options.ring_len))
+            params = DRAWN if options.sampled else None
+            fill(engine, context, batch, new_tokens, groups=min(batch, options.ring_len), params=params)
         turns = _take_turns(taking_part, options, loaded.device)
         forwards = _time_forwards(taking_part, options)
         for name, engine in taking_part.items():
@@ -132,11 +150,11 @@ def _take_turns(made: dict[str, Engine], options: Options, device: str) -> dict[
 def _turn(engine: Engine, steps: int) -> Turn:
     """Time some steps. The one before them isn't timed: the device was another's, and an engine launches ahead."""
     engine.step()
-    tokens = 0
+    tokens, waited = 0, engine.waited_seconds
     start = time.perf_counter()
     for _ in range(steps):
         tokens += sum(len(update.token_ids) for update in engine.step())
-    return Turn(steps, tokens, time.perf_counter() - start)
+    return Turn(steps, tokens, time.perf_counter() - start, engine.waited_seconds - waited)
 
 
 def _time_forwards(made: dict[str, Engine], options: Options) -> dict[str, float]:
@@ -171,5 +189,6 @@ def _figures(turns: list[Turn], forward: float, batch: int) -> dict[str, float]:
         "tpot_ms": milliseconds(step * batch / per_step),
         "step_ms": milliseconds(step),
         "forward_ms": milliseconds(forward),
+        "host_ms": milliseconds(median((turn.seconds - turn.waited) / turn.steps for turn in turns)),
         "tokens_per_step": round(per_step / batch, 2),
     }

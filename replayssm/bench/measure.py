@@ -6,6 +6,8 @@ import math
 import platform
 import shutil
 import subprocess
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,16 +19,19 @@ from typing import Any, ClassVar
 import torch
 
 import replayssm
-from replayssm.bench import rivals
 from replayssm.bench.check import LARGEST_ERROR, first_step_errors
 from replayssm.bench.contenders import Contender, Prepared
-from replayssm.bench.timing import Walk, read_bandwidth, recorded, time_in_turns
+from replayssm.bench.rivals.loading import Project
+from replayssm.bench.rivals.projects import PROJECTS
+from replayssm.bench.source import package_digest
+from replayssm.bench.timing import Phases, Walk, make_room, read_bandwidth, recorded, time_in_turns
 from replayssm.bench.workload import SHAPES, Workload, num_calls, shape_name
 from replayssm.state import LayerSpec
 
 #: Bytes of checkpoints in a walk: on a GPU well over its cache, of 50 MB on an H200.
 WORKING_SET = {"cuda": 400e6, "cpu": 0.0}
-TRIAL_REPLAYS = 7  # to choose among launch settings
+TRIAL_REPLAYS = 5  # to choose among launch settings
+RECENT = 5  # points whose longest says how long the next one may take
 
 Row = dict[str, Any]
 #: What takes part in one point: who, and in what.
@@ -45,10 +50,11 @@ class Options:
         replays: of each walk.
         rivals: folder of the rivals' files, or None.
         shapes: one layer of each kind.
+        seconds: after which no point is begun that would probably end later; None for no limit.
     """
 
     suite: ClassVar[str]
-    projects: ClassVar[tuple[rivals.Project, ...]] = rivals.PROJECTS
+    projects: ClassVar[tuple[Project, ...]] = PROJECTS
     kinds: tuple[str, ...]
     batches: tuple[int, ...]
     state_dtypes: tuple[torch.dtype, ...]
@@ -56,6 +62,7 @@ class Options:
     replays: int = 30
     rivals: Path | None = None
     shapes: dict[str, LayerSpec] = field(default_factory=lambda: SHAPES)
+    seconds: float | None = None
 
     @property
     def num_points(self) -> int:
@@ -66,9 +73,10 @@ class Options:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def grid(self) -> Iterator[tuple[str, torch.dtype, int]]:
-        for kind in self.kinds:
-            for state_dtype in self.state_dtypes:
-                for batch in self.batches:
+        """Batch by batch, so that a time limit cuts off batches, not layers."""
+        for batch in self.batches:
+            for kind in self.kinds:
+                for state_dtype in self.state_dtypes:
                     yield kind, state_dtype, batch
 
     def calls(self, kind: str, state_dtype: torch.dtype, batch: int, phases: Sequence[int], least: int) -> int:
@@ -95,28 +103,42 @@ def run(
 ) -> dict[str, Any]:
     """Measure all, and give the result as it is stored, ``meta`` and ``rows``; after each point to ``on_point``, too.
 
-    A contender that is wrong, or fails, has a row with the error and without a time.
+    A contender that is wrong, or fails, has a row with the error and without a time. Where time is short, the points
+    that come last are left out: ``meta`` says how many were measured.
     """
+    start = time.monotonic()
     bandwidth = read_bandwidth(options.device)
     rows: list[Row] = []
-    result = {"meta": meta(options, bandwidth), "rows": rows}
-    for entries in points:
-        rows += measure(entries, options.replays, bandwidth)
+    about = meta(options, bandwidth)
+    result = {"meta": about, "rows": rows}
+    phases = Phases(options.device)
+    recent = deque([0.0], maxlen=RECENT)  # the first points may have compiled something
+    for done, entries in enumerate(points, 1):
+        began = time.monotonic()
+        if options.seconds is not None and began - start + max(recent) > options.seconds:
+            break
+        make_room(options.device)
+        rows += measure(entries, options.replays, bandwidth, phases)
+        recent.append(time.monotonic() - began)
+        about |= {"points_measured": done, "seconds": round(time.monotonic() - start, 1)}
+        about["seconds_in"] = phases.rounded()
         on_point(result)
     return result
 
 
-def measure(entries: Entries, replays: int, bandwidth: float) -> list[Row]:
+def measure(entries: Entries, replays: int, bandwidth: float, phases: Phases | None = None) -> list[Row]:
     """Rows of all that takes part in one point: first each is checked, then they take turns."""
     rows, entrants = [], []
+    phases = phases or Phases(entries[0][0].device if entries else torch.device("cpu"))
     with torch.inference_mode():
         for workload, contender in entries:
             row = _row(workload, contender, bandwidth)
             rows.append(row)
-            entrant = _enter(workload, contender, row)
+            entrant = _enter(workload, contender, row, phases)
             if entrant is not None:
                 entrants.append(entrant)
-        _time(entrants, replays)
+        with phases("timing"):
+            _time(entrants, replays)
     return rows
 
 
@@ -149,15 +171,17 @@ def _row(workload: Workload, contender: Contender, bandwidth: float) -> Row:
     }
 
 
-def _enter(workload: Workload, contender: Contender, row: Row) -> Entrant | None:
+def _enter(workload: Workload, contender: Contender, row: Row, phases: Phases) -> Entrant | None:
     try:
-        prepared = contender.prepare(workload)
-        output_error, state_error = first_step_errors(workload, prepared)
+        with phases("preparing"):
+            prepared = contender.prepare(workload)
+        with phases("checking"):
+            output_error, state_error = first_step_errors(workload, prepared)
         row |= {"rel_err": _rounded(output_error), "state_rel_err": _rounded(state_error)}
         if not max(output_error, state_error) <= LARGEST_ERROR:
             row["error"] = f"wrong: outputs off by {output_error:.1e}, states by {state_error:.1e}"
             return None
-        setting, walk = _best_setting(workload, prepared)
+        setting, walk = _best_setting(workload, prepared, phases)
     except Exception as error:  # whatever a rival's code may raise: the others are still to be measured
         row["error"] = _said(error)
         return None
@@ -170,7 +194,7 @@ def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _best_setting(workload: Workload, prepared: Prepared) -> tuple[str, Walk]:
+def _best_setting(workload: Workload, prepared: Prepared, phases: Phases) -> tuple[str, Walk]:
     """The walk with the launch setting that is fastest in a short trial."""
 
     def once() -> None:
@@ -179,19 +203,21 @@ def _best_setting(workload: Workload, prepared: Prepared) -> tuple[str, Walk]:
 
     walks = {}
     for name, setting in prepared.settings.items():
-        with setting():
+        with setting(), phases("recording"):
             prepared.steps[0]()
             walks[name] = recorded(once, workload.device)
     if len(walks) == 1:
         return next(iter(walks.items()))
-    trial = dict(zip(walks, time_in_turns(list(walks.values()), TRIAL_REPLAYS, workload.device), strict=True))
+    with phases("choosing"):
+        times = time_in_turns(list(walks.values()), TRIAL_REPLAYS, workload.device, warm_up=1)
+    trial = dict(zip(walks, times, strict=True))
     best = min(trial, key=lambda name: sorted(trial[name])[TRIAL_REPLAYS // 2])
     return best, walks[best]
 
 
 def _microseconds(seconds: list[float], calls: int) -> dict[str, float]:
     each = [1e6 * s / calls for s in seconds]
-    tenths = quantiles(each, n=10) if len(each) > 1 else each * 9
+    tenths = quantiles(each, n=10, method="inclusive") if len(each) > 1 else each * 9
     digits = partial(round, ndigits=2)
     return {"us": digits(tenths[4]), "us_p10": digits(tenths[0]), "us_p90": digits(tenths[8])}
 
@@ -213,6 +239,8 @@ def meta(options: Options, bandwidth: float) -> dict[str, Any]:
         "read_tbps": round(bandwidth / 1e12, 3),
         "replays": options.replays,
         "rivals": beside,
+        "points": options.num_points,
+        "points_measured": 0,
     }
 
 
@@ -232,6 +260,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "replayssm": replayssm.__version__,
         "commit": _said_by("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "source": package_digest(Path(replayssm.__file__).parent),
         "date": datetime.now(UTC).date().isoformat(),
     }
 

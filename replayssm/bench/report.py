@@ -19,7 +19,9 @@ def write(result: dict[str, Any], path: Path) -> None:
     """One row on a line, so that two files can be compared."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(row) for row in result["rows"])
-    path.write_text(f'{{"meta": {json.dumps(result["meta"])},\n "rows": [\n{lines}\n]}}\n')
+    beside = path.with_name(f".{path.name}.new")  # a run that is stopped while it writes leaves a whole file
+    beside.write_text(f'{{"meta": {json.dumps(result["meta"])},\n "rows": [\n{lines}\n]}}\n')
+    beside.replace(path)
 
 
 class OperatorTable:

@@ -19,7 +19,8 @@ def new_row(loaded: LoadedModel, options: Options, contender: str, load: str, ba
     """A row without times.
 
     Tokens per second are of all rows together. ``ttft_ms`` and ``tpot_ms`` are the time to a request's first token and
-    then per token; ``step_ms`` is a decode step of the engine, ``forward_ms`` the model's part of it on the device.
+    then per token; ``step_ms`` is a decode step of the engine, ``forward_ms`` the model's part of it on the device, and
+    ``host_ms`` what the host does in a step, most of it while the device computes.
     """
     ours = contender != "transformers"
     speculates = contender == "speculate"
@@ -32,6 +33,7 @@ def new_row(loaded: LoadedModel, options: Options, contender: str, load: str, ba
         "replay": contender != "no-replay" if ours else None,
         "speculate": ("set" if load == FILLED else "ngram") if speculates else None,
         "window": options.window if speculates else 1,
+        "sampled": options.sampled and load == FILLED and ours,
         "state_dtype": options.state_dtype if ours else "float32",
         "ring_len": options.ring_len if ours and contender != "no-replay" else None,
         "prompt_tokens": options.prompt_tokens,
@@ -44,6 +46,7 @@ def new_row(loaded: LoadedModel, options: Options, contender: str, load: str, ba
         "tpot_ms": None,
         "step_ms": None,
         "forward_ms": None,
+        "host_ms": None,
         "tokens_per_step": None,
         "cached_tokens": None,
     }

@@ -44,7 +44,8 @@ def point(loaded: LoadedModel, options: Options, load: str) -> list[Row]:
             for name, engine in made.items():
                 rows[name] |= setting(engine)
             for number in range(1 + options.rounds):
-                for name, engine in made.items():
+                # In turn each of them goes first: caches and clocks are not what the one before finds.
+                for name, engine in list(made.items())[:: 1 if number % 2 else -1]:
                     turns[name].append(
                         _serve(engine, _prompts(options, load, engine.runner.vocab_size, number), options)
                     )
@@ -67,6 +68,7 @@ def _engine_options(options: Options, name: str) -> EngineOptions:
         replay=name != "no-replay",
         speculate="ngram" if name == "speculate" else None,
         num_draft=options.num_draft,
+        backend=options.backend,
     )
 
 

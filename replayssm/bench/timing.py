@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 
 import torch
 
 Walk = Callable[[], None]
 
-WARM_UP = 3  # rounds before the first that counts
+WARM_UP = 3  # rounds before the first that counts, unless told otherwise
+
+
+class Phases:
+    """How long a measurement spent in what, by name: to see what makes it slow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = device
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()  # what was begun belongs to this phase
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def rounded(self) -> dict[str, float]:
+        return {name: round(seconds, 1) for name, seconds in self.seconds.items()}
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -29,15 +51,32 @@ def recorded(walk: Walk, device: torch.device) -> Walk:
         return walk
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        walk()
+    # Not torch.cuda.graph: it gives all unused memory back to the driver first, and each contender of each point would
+    # have its gigabytes to ask for again.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        try:
+            walk()
+        finally:
+            graph.capture_end()
     return graph.replay
 
 
-def time_in_turns(walks: Sequence[Walk], replays: int, device: torch.device) -> list[list[float]]:
+def make_room(device: torch.device) -> None:
+    """Give back what is unused once it is half of the GPU: the allocator keeps the tensors of sizes that are over."""
+    if device.type != "cuda":
+        return
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if unused > torch.cuda.get_device_properties(device).total_memory / 2:
+        torch.cuda.empty_cache()
+
+
+def time_in_turns(
+    walks: Sequence[Walk], replays: int, device: torch.device, warm_up: int = WARM_UP
+) -> list[list[float]]:
     """Seconds of each replay of each walk, which run one after the other in every round."""
     times = _gpu_times if device.type == "cuda" else _cpu_times
-    return times(walks, replays + WARM_UP)
+    return [seconds[warm_up:] for seconds in times(walks, replays + warm_up)]
 
 
 def _cpu_times(walks: Sequence[Walk], rounds: int) -> list[list[float]]:
@@ -47,7 +86,7 @@ def _cpu_times(walks: Sequence[Walk], rounds: int) -> list[list[float]]:
             start = time.perf_counter()
             walk()
             seconds.append(time.perf_counter() - start)
-    return [seconds[WARM_UP:] for seconds in times]
+    return times
 
 
 def _gpu_times(walks: Sequence[Walk], rounds: int) -> list[list[float]]:
@@ -61,4 +100,4 @@ def _gpu_times(walks: Sequence[Walk], rounds: int) -> list[list[float]]:
             end.record()
             pairs.append((start, end))
     torch.cuda.synchronize()
-    return [[start.elapsed_time(end) * 1e-3 for start, end in pairs[WARM_UP:]] for pairs in stamps]
+    return [[start.elapsed_time(end) * 1e-3 for start, end in pairs] for pairs in stamps]

@@ -20,8 +20,8 @@ class Upstream:
     name: str = "transformers/torch"
     has_ring: bool = False
 
-    def takes(self, kind: str, state_dtype: torch.dtype) -> bool:  # noqa: ARG002
-        return state_dtype == torch.float32
+    def takes(self, workload: Workload) -> bool:
+        return workload.state_dtype == torch.float32
 
     def prepare(self, workload: Workload) -> Prepared:
         import transformers

@@ -8,13 +8,16 @@ from typing import ClassVar
 
 import torch
 
-from replayssm.bench import rival_calls, rival_windows, rivals
 from replayssm.bench.contenders import Contender, Ours, OurWindows
 from replayssm.bench.decode import ours_on
 from replayssm.bench.measure import Entries, Options
+from replayssm.bench.rivals import common, flashinfer, sglang_windows, windows
+from replayssm.bench.rivals.loading import Project
+from replayssm.bench.rivals.projects import FLASHINFER, SGLANG, VLLM, VLLM_FORK
 from replayssm.bench.workload import WindowWorkload, Workload
 from replayssm.ops.dispatch import backend_module
 
+RIVALS = (*windows.OFFERS, *sglang_windows.OFFERS, *flashinfer.WINDOWS)
 LEAST_CALLS = 2  # of a walk on a GPU: a rival's window of 8 writes eight states for each row
 
 
@@ -27,7 +30,7 @@ class VerifyOptions(Options):
     """
 
     suite: ClassVar[str] = "verify"
-    projects: ClassVar[tuple[rivals.Project, ...]] = (rivals.VLLM_FORK,)
+    projects: ClassVar[tuple[Project, ...]] = (SGLANG, VLLM, VLLM_FORK, FLASHINFER)
     windows: tuple[int, ...]
     ring_len: int = 16
 
@@ -47,7 +50,7 @@ def contenders_of(options: VerifyOptions) -> tuple[list[Contender], list[str]]:
     windows = [OurWindows(c.backend) for c in decodes if isinstance(c, Ours) and _has_windows(c.backend)]
     if options.device.type != "cuda":
         return [*windows, *decodes], []
-    found, notes = rival_calls.found_in(options.rivals, rival_windows.OFFERS)
+    found, notes = common.found_in(options.rivals, RIVALS)
     return [*windows, *found, *decodes], notes
 
 
@@ -57,17 +60,17 @@ def _has_windows(backend: str) -> bool:
 
 
 def points(options: VerifyOptions, contenders: list[Contender]) -> Iterator[Entries]:
-    """One for each combination; decode steps take part in that of the first T."""
-    for kind, state_dtype, batch in options.grid():
-        for tokens in options.windows:
+    """One for each combination, all of the first T first; decode steps take part in those."""
+    for tokens in options.windows:
+        for kind, state_dtype, batch in options.grid():
             workload = _workload(options, kind, state_dtype, batch, tokens)
-            taking_part = [c for c in contenders if c.takes(kind, state_dtype)]
-            entries: list[tuple[Workload, Contender]] = [(workload, c) for c in taking_part if not _is_decode(c)]
+            windows = [c for c in contenders if not _is_decode(c) and c.takes(workload)]
+            entries: list[tuple[Workload, Contender]] = [(common.as_taken(c, workload), c) for c in windows]
             if tokens == options.windows[0]:
                 calls = options.calls(kind, state_dtype, batch, [options.ring_len], LEAST_CALLS)
                 shared = (kind, workload.spec, batch, state_dtype, options.ring_len, workload.activation_dtype)
                 decode = Workload(*shared, options.device, calls)
-                entries += [(decode, c) for c in taking_part if _is_decode(c)]
+                entries += [(decode, c) for c in contenders if _is_decode(c)]
             yield entries
 
 

@@ -21,6 +21,10 @@ SHAPES = {
     "mamba2": LayerSpec("head", "additive", 8, 128, 128, 64),
 }
 
+#: Slots whose numbers are drawn, the others repeat them: drawing gigabytes takes longer than copying them. A prime, so
+#: that no batch, call or phase of the flush falls on the same ones again.
+DRAWN = 67
+
 
 def shape_name(spec: LayerSpec) -> str:
     """For instance ``k16 v32 128x128``: key heads, value heads, d_v × d_k."""
@@ -130,21 +134,24 @@ class Workload:
 
     def checkpoint(self) -> Tensor:
         """``[N, H_v, d_v, d_k]`` in the state's dtype."""
-        shape = (self.num_slots, *self.spec.checkpoint_shape)
-        new = torch.empty(shape, device=self.device, dtype=self.state_dtype)
-        return new.normal_(generator=self._generator(2))
+        return self.states(self.num_slots)
+
+    def states(self, count: int) -> Tensor:
+        """``[count, H_v, d_v, d_k]`` in the state's dtype."""
+        drawn = torch.empty(DRAWN, *self.spec.checkpoint_shape, device=self.device, dtype=self.state_dtype)
+        return _repeated(drawn.normal_(generator=self._generator(2)), count)
 
     def records(self) -> tuple[Tensor, Tensor, Tensor]:
         """Float32 records of all R ring rows: u ``[N, H_v, R, d_v]``, unit keys ``[N, H_k, R, d_k]``, log decays."""
-        spec, rows, rng = self.spec, (self.num_slots, self.ring_rows), self._generator(3)
+        spec, rng = self.spec, self._generator(3)
 
         def new(heads: int, *dims: int) -> Tensor:
-            return torch.empty(rows[0], heads, rows[1], *dims, device=self.device)
+            return torch.empty(DRAWN, heads, self.ring_rows, *dims, device=self.device)
 
         u = new(spec.num_v_heads, spec.head_v_dim).normal_(std=0.3, generator=rng)
         k = new(spec.num_k_heads, spec.head_k_dim).normal_(std=spec.head_k_dim**-0.5, generator=rng)
         g = new(spec.num_v_heads, *spec.gate_shape).uniform_(-0.1, -0.02, generator=rng)
-        return u, k, g
+        return _repeated(u, self.num_slots), _repeated(k, self.num_slots), _repeated(g, self.num_slots)
 
     def expected(
         self, rows: Tensor, checkpoint: Tensor, records: tuple[Tensor, Tensor, Tensor] | None
@@ -230,13 +237,35 @@ class WindowWorkload(Workload):
 
         That is the folded checkpoint where there are records, else the state after the last token.
         """
+        outputs, last = self._outputs_and_last_state(rows, checkpoint, records)
+        return outputs, last if records is None else _folded(checkpoint, records)
+
+    def _outputs_and_last_state(
+        self, rows: Tensor, checkpoint: Tensor, records: tuple[Tensor, Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         inputs = {name: x[rows].double() for name, x in self.inputs().items()}
-        state = folded = _folded(checkpoint, records)
+        state = _folded(checkpoint, records)
         outputs = []
         for token in range(self.tokens):
             y, state = self._step(state, {name: x[:, token] for name, x in inputs.items()})
             outputs.append(y)
-        return torch.stack(outputs, dim=1), state if records is None else folded
+        return torch.stack(outputs, dim=1), state
+
+
+class StepAsWindow(WindowWorkload):
+    """A decode step of a contender that folds as windows do: before the token, L records at a time."""
+
+    @classmethod
+    def of(cls, step: Workload) -> StepAsWindow:
+        return cls(**vars(step), tokens=1)
+
+    @property
+    def op(self) -> str:
+        return f"{self.kind}_decode"
+
+
+def _repeated(drawn: Tensor, count: int) -> Tensor:
+    return drawn[torch.arange(count, device=drawn.device) % len(drawn)]
 
 
 def _folded(checkpoint: Tensor, records: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:

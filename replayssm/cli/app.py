@@ -16,6 +16,7 @@ from replayssm import bundled
 from replayssm.cli import bench as bench_commands
 from replayssm.cli.chat import chat
 from replayssm.cli.serve import serve
+from replayssm.cli.tune import tune
 from replayssm.cli.values import INTEGER, NUMBER
 from replayssm.errors import InputError, one_line
 from replayssm.loading.folder import check_model
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.add_typer(bench_commands.app, name="bench")
 app.command()(serve)
 app.command()(chat)
+app.command()(tune)
 
 
 def _version(value: bool) -> None:
@@ -70,7 +72,7 @@ def generate(
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
     ring_dtype: Annotated[str, typer.Option(help=f"Of the update vectors: {', '.join(RING_DTYPES)}.")] = "auto",
-    backend: Annotated[str, typer.Option(help="auto, cpu, torch, triton or cuda (Hopper, by name only).")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, cpu, torch, triton or cuda (Hopper and newer).")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; auto on a CPU: float32.")] = "auto",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
     temperature: Annotated[float, typer.Option(**NUMBER, help="0 is greedy, above it samples.")] = 0.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from replayssm.cli.bench_e2e import e2e
-from replayssm.cli.lists import names, numbers
+from replayssm.cli.lists import names, numbers, texts
 from replayssm.cli.measuring import measured, said
 from replayssm.errors import InputError
 from replayssm.options import DEVICES, MAX_RING_LEN, STATE_DTYPES
@@ -28,6 +29,8 @@ DEFAULT_RIVALS = Path(".rivals")
 MAX_BATCH = 4096
 MAX_WINDOW = 16
 MAX_REPLAYS = 10_000
+MAX_SECONDS = 1_000_000
+COMPILE_SHARE = 0.6  # of the time limit, at most
 
 app = typer.Typer(help="Measure operators and the engine on this machine.", rich_markup_mode=None)
 app.command()(e2e)
@@ -45,6 +48,10 @@ Device = Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")]
 Rivals = Annotated[
     Path | None, typer.Option(help="Folder of other projects' kernels. [default: .rivals, if it is there]")
 ]
+Who = Annotated[str, typer.Option("--contender", help="all, or some, e.g. replayssm/cuda,sglang (all of SGLang's).")]
+Seconds = Annotated[
+    str, typer.Option("--time-limit", metavar="SECONDS", help="Leave out what comes last. [default: no limit]")
+]
 Replays = Annotated[str, typer.Option(metavar="INTEGER", help="Walks that are timed.")]
 CompileFirst = Annotated[bool, typer.Option(help="On a GPU, compile in parallel before measuring.")]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file, too.")]
@@ -59,7 +66,9 @@ def decode(
     ring_len: Annotated[str, typer.Option(help="L, one or more.")] = "16",
     device: Device = "auto",
     rivals: Rivals = None,
+    contender: Who = "all",
     replays: Replays = "30",
+    time_limit: Seconds = "",
     compile_first: CompileFirst = True,
     output: Output = None,
     as_json: AsJson = False,
@@ -70,12 +79,13 @@ def decode(
     wrong or fails.
     """
     ring_lens = numbers("ring-len", ring_len, MAX_RING_LEN)
-    shared = _shared_options(op, batch, state_dtype, device, replays, rivals, output)
+    who = () if contender == "all" else texts("contender", contender)
+    shared = _shared_options(op, batch, state_dtype, device, replays, time_limit, rivals, output)
 
     from replayssm.bench import decode as suite
 
     options = suite.DecodeOptions(**shared, ring_lens=ring_lens)
-    contenders = _announced(*suite.contenders_of(options))
+    contenders = _announced(*suite.contenders_of(options), who)
     _measure(options, lambda: suite.points(options, contenders), compile_first, output, as_json)
 
 
@@ -88,7 +98,9 @@ def verify(
     ring_len: Annotated[str, typer.Option(metavar="INTEGER", help="L, a multiple of each T.")] = "16",
     device: Device = "auto",
     rivals: Rivals = None,
+    contender: Who = "all",
     replays: Replays = "30",
+    time_limit: Seconds = "",
     compile_first: CompileFirst = True,
     output: Output = None,
     as_json: AsJson = False,
@@ -102,21 +114,30 @@ def verify(
     for tokens in windows:
         if length % tokens:
             raise InputError(f"window is {str(tokens)!r}: it must divide ring-len, {length}")
-    shared = _shared_options(op, batch, state_dtype, device, replays, rivals, output)
+    who = () if contender == "all" else texts("contender", contender)
+    shared = _shared_options(op, batch, state_dtype, device, replays, time_limit, rivals, output)
 
     from replayssm.bench import verify as suite
 
     options = suite.VerifyOptions(**shared, windows=windows, ring_len=length)
-    contenders = _announced(*suite.contenders_of(options))
+    contenders = _announced(*suite.contenders_of(options), who)
     _measure(options, lambda: suite.points(options, contenders), compile_first, output, as_json)
 
 
 def _shared_options(
-    op: str, batch: str, state_dtype: str, device: str, replays: str, rivals: Path | None, output: Path | None
+    op: str,
+    batch: str,
+    state_dtype: str,
+    device: str,
+    replays: str,
+    time_limit: str,
+    rivals: Path | None,
+    output: Path | None,
 ) -> dict[str, Any]:
     """What the suites have in common, checked before torch is loaded; the device chooses what is not given."""
     kinds = KINDS if op == "all" else names("op", op, KINDS)
     (count,) = numbers("replays", replays, MAX_REPLAYS, only_one=True)
+    limit = numbers("time-limit", time_limit, MAX_SECONDS, only_one=True)[0] if time_limit else None
     batches = numbers("batch", batch, MAX_BATCH) if batch else ()
     dtypes = names("state-dtype", state_dtype, STATE_DTYPES) if state_dtype else ()
     _check_paths(rivals, output)
@@ -138,13 +159,17 @@ def _shared_options(
         "device": torch.device("cuda" if on_gpu else "cpu"),
         "replays": count,
         "rivals": None if folder is None else folder.resolve(),
+        "seconds": limit,
     }
 
 
-def _announced(contenders: list[Contender], notes: list[str]) -> list[Contender]:
+def _announced(contenders: list[Contender], notes: list[str], who: tuple[str, ...]) -> list[Contender]:
+    from replayssm.bench.contenders import chosen
+
+    taking_part = chosen(contenders, who) if who else contenders
     for note in notes:
         said().print(note, style="dim", soft_wrap=True)
-    return contenders
+    return taking_part
 
 
 def _measure(
@@ -152,14 +177,24 @@ def _measure(
 ) -> None:
     """Run a suite and print what came of it. Exits with 1 if one of ours is wrong or fails."""
     from replayssm.bench import report
-    from replayssm.bench.ahead import compile_ahead
+    from replayssm.bench.ahead import compile_ahead, without
 
+    planned = points()
     if compiles and options.device.type == "cuda":
         start = time.perf_counter()
         with said().status("compiling"):
-            compile_ahead(points())
-        said().print(f"compiled in {time.perf_counter() - start:.0f} s", style="dim")
-    result = _run(options, points(), output)
+            late = compile_ahead(points(), seconds=options.seconds and options.seconds * COMPILE_SHARE)
+        took = time.perf_counter() - start
+        said().print(f"compiled in {took:.0f} s", style="dim")
+        for what in sorted(" ".join(map(str, key)) for key in late):
+            said().print(f"not compiled in time, and left out: {what}", style="dim", soft_wrap=True)
+        options = replace(options, seconds=options.seconds and max(1, options.seconds - took))
+        planned = without(planned, late)
+    result = _run(options, planned, output)
+    meta = result["meta"]
+    phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in meta.get("seconds_in", {}).items())
+    done = f"{meta['points_measured']} of {meta['points']} points measured in {meta.get('seconds', 0):.0f} s"
+    said().print(f"{done} ({phases})", style="dim", soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(result))
     else:

@@ -17,7 +17,7 @@ from replayssm.cli.lists import names, numbers
 from replayssm.cli.measuring import measured, said
 from replayssm.errors import InputError
 from replayssm.loading.folder import check_model
-from replayssm.options import DEVICES, DTYPES, MAX_DRAFT, MAX_RING_LEN, STATE_DTYPES, LoadOptions
+from replayssm.options import BACKENDS, DEVICES, DTYPES, MAX_DRAFT, MAX_RING_LEN, STATE_DTYPES, LoadOptions
 
 if TYPE_CHECKING:
     from replayssm.bench.e2e import Options
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 1024
 MAX_TOKENS = 100_000
+MAX_SECONDS = 1_000_000
 
 
 def e2e(
@@ -35,7 +36,10 @@ def e2e(
     batch: Annotated[str, typer.Option(help="Rows of the filled load, e.g. 1,8,64. [default: by device]")] = "",
     requests: Annotated[str, typer.Option(metavar="INTEGER", help="Requests of the other loads.")] = "8",
     prompt_tokens: Annotated[
-        str, typer.Option(metavar="INTEGER", help="Tokens of a context. [default: by device]")
+        str, typer.Option(metavar="INTEGER", help="Tokens of a prompt. [default: by device]")
+    ] = "",
+    context: Annotated[
+        str, typer.Option(help="Tokens of the filled load's contexts, e.g. 1000,128. [default: prompt-tokens]")
     ] = "",
     new_tokens: Annotated[str, typer.Option(metavar="INTEGER", help="Tokens of an answer, or timed steps.")] = "64",
     ring_len: Annotated[str, typer.Option(metavar="INTEGER", help="L: a state is written once in L steps.")] = "16",
@@ -43,12 +47,23 @@ def e2e(
     kept: Annotated[
         str, typer.Option(metavar="INTEGER", help="Tokens that the filled load keeps of each window.")
     ] = "3",
+    adapt: Annotated[
+        bool,
+        typer.Option("--adapt", help="No windows in the filled load either where that is faster."),
+    ] = False,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Draw the filled load's tokens at temperature 1 with top-p 0.95.")
+    ] = False,
     load: Annotated[str, typer.Option(help=f"all, or some of {', '.join(LOADS)}.")] = "all",
     contender: Annotated[str, typer.Option(help=f"all, or some of {', '.join(CONTENDERS)}.")] = "all",
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
+    backend: Annotated[str, typer.Option(help=f"Of the operators: {', '.join(BACKENDS)}.")] = "auto",
     dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}. [default: by device]")] = "auto",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
     rounds: Annotated[str, typer.Option(metavar="INTEGER", help="Turns of each contender.")] = "3",
+    seconds: Annotated[
+        str, typer.Option(metavar="INTEGER", help="Begin no point later than this. [default: no limit]")
+    ] = "",
     output: Annotated[Path | None, typer.Option(help="Write the result to this file, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -66,10 +81,13 @@ def e2e(
     }
     if given["kept"] > given["num_draft"] + 1:
         raise InputError(f"kept is {kept}: a window of {num_draft} drafts has {given['num_draft'] + 1} tokens")
+    (operators,) = names("backend", backend, BACKENDS, only_one=True)
     (state,) = names("state-dtype", state_dtype, STATE_DTYPES, only_one=True)
     loads = LOADS if load == "all" else names("load", load, LOADS)
     contenders = CONTENDERS if contender == "all" else names("contender", contender, CONTENDERS)
     batches = numbers("batch", batch, MAX_ROWS) if batch else ()
+    contexts = numbers("context", context, MAX_TOKENS) if context else ()
+    limit = _number("seconds", seconds, MAX_SECONDS) if seconds else None
     prompts = _number("prompt-tokens", prompt_tokens, MAX_TOKENS) if prompt_tokens else None
     if output is not None and output.is_dir():
         raise InputError(f"output is {str(output)!r}, which is a folder: a file is wanted")
@@ -82,6 +100,11 @@ def e2e(
         loads=loads,
         contenders=contenders,
         state_dtype=state,
+        backend=operators,
+        adapt=adapt,
+        sampled=sampled,
+        contexts=contexts,
+        seconds=limit,
         batches=batches or ((1, 8, 32, 64, 128, 256, 512) if on_gpu else (1, 4)),
         prompt_tokens=prompts or (1000 if on_gpu else 128),
         **given,
@@ -121,11 +144,12 @@ def _load(model: str, options: LoadOptions) -> LoadedModel:
 def _check_context(loaded: LoadedModel, options: Options) -> None:
     """Refuse what the model wasn't made for."""
     most = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    wanted = options.prompt_tokens + options.most_new_tokens
-    if most is not None and wanted > most:
+    if most is not None and options.most_tokens > most:
+        given = f"prompt-tokens is {options.prompt_tokens}"
+        if options.contexts:
+            given += f" and context {max(options.contexts)}"
         raise InputError(
-            f"prompt-tokens is {options.prompt_tokens}: with {options.most_new_tokens} new tokens that makes {wanted}, "
-            f"and {loaded.name} was made for {most}"
+            f"{given}: with new tokens that makes {options.most_tokens}, and {loaded.name} was made for {most}"
         )
 
 

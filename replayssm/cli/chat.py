@@ -39,7 +39,7 @@ def chat(
     dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; auto on a CPU: float32.")] = "auto",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
-    backend: Annotated[str, typer.Option(help="auto, cpu, torch or triton.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, cpu, torch, triton or cuda (Hopper and newer).")] = "auto",
     speculate: Annotated[str | None, typer.Option(help=f"Draft tokens ahead by {', '.join(SPECULATE)}.")] = None,
 ) -> None:
     """Talk with a model.

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import platform
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,16 @@ class OptionalPackage(BaseModel):
     effect: str
 
 
+class TunedFile(BaseModel):
+    """A file of measured settings for this machine's GPU, the layers that it decides about, and what is to be said."""
+
+    model_config = ConfigDict(frozen=True)
+
+    path: str
+    layers: list[str]
+    note: str
+
+
 class Gpu(BaseModel):
     """The GPUs that torch sees, or why it sees none."""
 
@@ -77,6 +88,7 @@ class Report(BaseModel):
     gpu: Gpu
     backends: list[Backend]
     chosen_backend: str
+    tuned: list[TunedFile]
     optional_packages: list[OptionalPackage]
     bundled_models: list[str]
     supported_model_types: list[str]
@@ -105,11 +117,10 @@ TRANSFORMERS = _Range((5, 17), (5, 25))
 
 #: Packages of this project's extras: what they bring, and what is missing without them.
 OWN_EXTRAS = {
-    "flashinfer-python": (
-        "prefill attention of the engine, for 16-bit models on a GPU",
-        "not installed: Triton kernels do the engine's attention on a GPU",
+    "cuda-core": (
+        "compiles the kernels of the cuda backend, at their first use",
+        "not installed: no cuda backend, triton runs on Hopper and newer GPUs, too (extra cuda)",
     ),
-    "cuda-core": ("compiles the kernels of --backend cuda", "not installed: --backend cuda is not available"),
     "fastapi": ("replayssm serve", "not installed: no replayssm serve (extra serve)"),
     "uvicorn": ("replayssm serve", "not installed: no replayssm serve (extra serve)"),
     "prometheus-client": ("replayssm serve", "not installed: no replayssm serve (extra serve)"),
@@ -140,6 +151,7 @@ def examine() -> Report:
         gpu=gpu,
         backends=backends,
         chosen_backend=chosen,
+        tuned=tuned_files(gpu.names[0]) if chosen == "cuda" else [],
         optional_packages=_optional_packages(gpu),
         bundled_models=list(bundled.names()),
         supported_model_types=sorted(MODEL_TYPES),
@@ -193,6 +205,7 @@ _RUNS_ON = {
     "cpu": "runs on CPUs, in C that this machine's compiler has built",
     "torch": "runs wherever PyTorch does",
     "triton": "runs on GPUs, and in its interpreter for tests",
+    "cuda": "runs on NVIDIA GPUs of compute capability 9.0 and newer; what it has no kernel for runs on triton",
 }
 
 
@@ -207,6 +220,31 @@ def _backends(torch: Part) -> tuple[list[Backend], str]:
         for name, reason in reasons.items()
     ]
     return backends, ops.resolve_backend("auto")
+
+
+def tuned_files(gpu: str) -> list[TunedFile]:
+    """Those that `replayssm tune` measured, or that ship, for a GPU with this name."""
+    from replayssm import tuned
+    from replayssm.backends.cuda import build
+
+    kernels = build.fingerprint({}, "")
+    tuned.forget()  # so that a spoilt file is told again
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        sources = tuned.sources(gpu)
+    found = [TunedFile(path="", layers=[], note=str(warning.message)) for warning in told]
+    for path, file in sources:
+        decided = [layer for layer in file.layers if tuned.layer_of(gpu, layer.shape) == (layer, path)]
+        is_current = file.made_with.get("kernels") == kernels
+        note = f"measured on {file.made_with.get('date', 'an unknown day')}" + (
+            "" if is_current else ", with other kernels than these: `replayssm tune` measures them"
+        )
+        found.append(
+            TunedFile(
+                path=str(path), layers=[f"{layer.shape}: L = {layer.ring.ring_len}" for layer in decided], note=note
+            )
+        )
+    return found
 
 
 def _optional_packages(gpu: Gpu) -> list[OptionalPackage]:
@@ -271,6 +309,12 @@ def render(report: Report, console: Console) -> None:
         chosen = ", chosen by auto" if backend.name == report.chosen_backend else ""
         backends.add_row(backend.name, ("available" if backend.available else "unavailable") + chosen, backend.reason)
     console.print(backends)
+    for file in report.tuned:
+        console.print(f"tuned: {file.path} ({file.note})" if file.path else f"tuned: {file.note}", soft_wrap=True)
+        for layer in file.layers:
+            console.print(f"  {layer}")
+    if report.chosen_backend == "cuda" and not report.tuned:
+        console.print("tuned: nothing yet, launch settings are chosen by rule; `replayssm tune` measures them")
 
     console.print()
     optional = Table("optional package", "version", "effect", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -179,6 +179,7 @@ def _engine(loaded: LoadedModel, options: GenerateOptions, context: int) -> Engi
         "prefix_cache": False,
         "speculate": options.speculate,
         "num_draft": options.num_draft,
+        "fixed_draft": options.fixed_draft,
     }
     memory = needed_bytes(loaded, EngineOptions(**wanted))
     return Engine(loaded, EngineOptions(**wanted, memory_bytes=memory))

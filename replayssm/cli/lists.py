@@ -26,6 +26,11 @@ def numbers(name: str, text: str, most: int, only_one: bool = False) -> tuple[in
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
+def texts(name: str, text: str) -> tuple[str, ...]:
+    """Values that are checked later, each once, in the order given."""
+    return tuple(_split(name, text))
+
+
 def _split(name: str, text: str) -> list[str]:
     parts = [part for part in text.replace(",", " ").split() if part]
     if not parts:

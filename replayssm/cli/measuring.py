@@ -43,6 +43,7 @@ def measured(
         def advance(result: Result) -> None:
             if output is not None:
                 report.write(result, output)
-            progress.update(task, advance=1, description=described(result["rows"][-1]))
+            last = described(result["rows"][-1]) if result["rows"] else "measuring"
+            progress.update(task, advance=1, description=last)
 
         return run(advance)

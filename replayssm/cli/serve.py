@@ -12,7 +12,7 @@ from replayssm.cli.values import INTEGER, NUMBER, SIZE
 from replayssm.engine.options import SPECULATE, EngineOptions
 from replayssm.errors import InputError
 from replayssm.loading.folder import check_model
-from replayssm.options import DEVICES, DTYPES, RING_DTYPES, STATE_DTYPES, LoadOptions
+from replayssm.options import BACKENDS, DEVICES, DTYPES, RING_DTYPES, STATE_DTYPES, LoadOptions
 from replayssm.server.options import LOG_FORMATS, ServerOptions
 
 KEY_VARIABLE = "REPLAYSSM_API_KEY"
@@ -45,7 +45,7 @@ def serve(
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
     state_dtype: Annotated[str, typer.Option(help=f"Of checkpoints: {', '.join(STATE_DTYPES)}.")] = "float32",
     ring_dtype: Annotated[str, typer.Option(help=f"Of update vectors: {', '.join(RING_DTYPES)}.")] = "auto",
-    backend: Annotated[str, typer.Option(help="auto, cpu, torch or triton.")] = "auto",
+    backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "auto",
     memory: Annotated[
         int | None, typer.Option(**SIZE, help="For states, snapshots and pages. [default: a share of what is free]")
     ] = None,
@@ -56,7 +56,10 @@ def serve(
         int | None, typer.Option(**INTEGER, help="Samples computed at once. [default: what fits]")
     ] = None,
     speculate: Annotated[str | None, typer.Option(help=f"Draft tokens ahead by {', '.join(SPECULATE)}.")] = None,
-    num_draft: Annotated[int, typer.Option(**INTEGER, help="Tokens drafted ahead.")] = 3,
+    num_draft: Annotated[int, typer.Option(**INTEGER, help="Tokens drafted ahead, at most.")] = 3,
+    fixed_draft: Annotated[
+        bool, typer.Option("--fixed-draft", help="Always draft --num-draft tokens, though it may not pay.")
+    ] = False,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Keep no prefixes.")] = False,
     no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Capture no CUDA graphs.")] = False,
     no_replay: Annotated[bool, typer.Option("--no-replay", help="Write the state at every token.")] = False,
@@ -93,6 +96,7 @@ def serve(
         replay=not no_replay,
         speculate=speculate,  # type: ignore[arg-type]  # checked by EngineOptions
         num_draft=num_draft,
+        fixed_draft=fixed_draft,
         graphs=False if no_graphs else "auto",
         batch_invariant=batch_invariant,
     )

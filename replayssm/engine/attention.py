@@ -7,7 +7,6 @@ wants, so the products have the same sizes whatever the other rows are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,20 +16,6 @@ from torch import Tensor
 from replayssm.ops import MAX_WINDOW
 
 MAX_PARTS = 16  # of a walk over a row's keys
-
-
-class OnHost(NamedTuple):
-    """What the host knows of the rows of a prefill.
-
-    Attributes:
-        pages: of each row, in order.
-        lengths: tokens before the new ones.
-        counts: new tokens.
-    """
-
-    pages: list[Sequence[int]]
-    lengths: list[int]
-    counts: list[int]
 
 
 class Queries(NamedTuple):
@@ -43,7 +28,6 @@ class Queries(NamedTuple):
         num_tokens: int32 ``[B]``, new tokens of a row that count; 0 for a row without work.
         longest: the largest number of new tokens that a row may have, known on the host.
         total: N.
-        on_host: of a prefill; None for a decode or a verify, whose lengths only the device knows.
     """
 
     page_table: Tensor
@@ -52,7 +36,6 @@ class Queries(NamedTuple):
     num_tokens: Tensor
     longest: int
     total: int
-    on_host: OnHost | None = None
 
 
 class PagedAttention(ABC):
@@ -161,7 +144,7 @@ class TritonAttention(PagedAttention):
         from replayssm.backends.triton.attention import paged_attention
 
         assert self.queries is not None
-        table, lengths, first, num_tokens, longest, *_ = self.queries
+        table, lengths, first, num_tokens, longest, _ = self.queries
         rows = self.fixed_rows or len(lengths)
         parts = parts_of(rows * keys.shape[2], self.programs) if longest <= MAX_WINDOW else 1
         return paged_attention(query, keys, values, table, lengths, first, num_tokens, longest, scale, parts)

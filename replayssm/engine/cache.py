@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from replayssm import ops
 from replayssm.engine.attention import PagedAttention, Queries
 from replayssm.engine.kv import Pages
+from replayssm.engine.waves import Wave
 from replayssm.models.adapters import Adapter, Kernels
 from replayssm.models.binding import MixerCache
 from replayssm.models.kernels import decode_kernels, verify_kernels
@@ -50,23 +51,12 @@ class Prefill(Step):
     """Packed parts of prompts, ``[1, N, D]``; each continues its slot's state and leaves a new one.
 
     Args:
-        slots: one for each part.
-        index, slot_tensor: the same as int64 and int32 tensors.
-        cu_seqlens: int32 on the host, where the parts begin and end.
+        waves: the parts; those of one continue those of the one before.
         queries, places: see :class:`Step`.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[int],
-        index: Tensor,
-        slot_tensor: Tensor,
-        cu_seqlens: Tensor,
-        queries: Queries,
-        places: Tensor,
-    ) -> None:
-        self.slots, self.index, self.slot_tensor, self.cu_seqlens = slots, index, slot_tensor, cu_seqlens
-        self.queries, self.places = queries, places
+    def __init__(self, waves: Sequence[Wave], queries: Queries, places: Tensor) -> None:
+        self.waves, self.queries, self.places = waves, queries, places
 
     def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
         """See :meth:`Step.run`."""
@@ -74,33 +64,59 @@ class Prefill(Step):
         return adapter.run(hidden.squeeze(0), kernels).unsqueeze(0)
 
     def _conv(self, index: int, pool: ReplayPool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        state = pool.conv_state(index)
-        y, last = ops.causal_conv1d_prefill(
-            x,
-            state[self.index],
-            weight,
-            bias,
-            cu_seqlens=self.cu_seqlens,
-            activation="silu",
-            backend=pool.backend,
-        )
-        state[self.index] = last
-        return y
+        state, outputs = pool.conv_state(index), []
+        for wave in self.waves:
+            y, last = ops.causal_conv1d_prefill(
+                x[wave.tokens],
+                state[wave.slot_index],
+                weight,
+                bias,
+                cu_seqlens=wave.cu_seqlens,
+                activation="silu",
+                backend=pool.backend,
+            )
+            state[wave.slot_index] = last
+            if wave.kept:
+                state[wave.kept_index] = last[wave.kept_rows]
+            outputs.append(y)
+        return _joined(outputs)
 
     def _recurrence(self, index: int, adapter: Adapter, pool: ReplayPool, *inputs: Tensor, **parameters: Any) -> Tensor:
-        # Cursors move after the last layer, so each layer reads its state as the steps before have left it.
-        before = ops.read_state(**pool.fold_args(index), slots=self.slot_tensor, backend=pool.backend)
         prefill = getattr(ops, f"{adapter.operator}_prefill")
-        y, after = prefill(
-            *inputs,
-            **parameters,
-            **adapter.prefill_parameters,
-            initial_state=before,
-            cu_seqlens=self.cu_seqlens,
-            backend=pool.backend,
-        )
-        pool.write_state(index, self.slots, after)
-        return y
+        arguments = pool.fold_args(index)
+        outputs: list[Tensor] = []
+        after: Tensor | None = None
+        for wave in self.waves:
+            if wave.follows is None or after is None:
+                # Cursors move after the last layer, so each layer reads its state as the steps before have left it.
+                before = ops.read_state(**arguments, slots=wave.slot_tensor, backend=pool.backend)
+            else:  # as a checkpoint holds it, so that it makes no difference whether it was read from a snapshot
+                before = after[wave.follows].to(arguments["checkpoint"].dtype).to(after.dtype)
+            y, after = prefill(
+                *(x[wave.tokens] for x in inputs),
+                **_of_tokens(parameters, wave.tokens),
+                **adapter.prefill_parameters,
+                initial_state=before,
+                cu_seqlens=wave.cu_seqlens,
+                backend=pool.backend,
+            )
+            if wave.ended:
+                ended = after if wave.ended_rows is None else after[wave.ended_rows]
+                pool.write_state(index, wave.ended, ended)
+            if wave.kept:
+                pool.write_state(index, wave.kept, after[wave.kept_rows], kept=True)
+            outputs.append(y)
+        return _joined(outputs)
+
+
+def _of_tokens(parameters: dict[str, Any], tokens: slice) -> dict[str, Any]:
+    """An operator's parameters for some of its tokens: the gate z is the only one that has a row for each."""
+    z = parameters.get("z")
+    return parameters if z is None else parameters | {"z": z[tokens]}
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class Decode(Step):

@@ -17,6 +17,8 @@ from replayssm.engine.transfer import send
 from replayssm.errors import InputError, one_line
 
 KEPT_MATCHERS = 64  # compiled ones, ready to be copied: requests of one client tend to have one schema
+# A model could go on with blanks for ever. So many are enough for indented objects within objects.
+JSON_FORM: Any = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 ANY = -1  # 32 tokens that may all come
 
 
@@ -159,7 +161,9 @@ class Constraints:
         name = "json_schema" if params.regex is None else "regex"
         try:
             if params.json_schema is not None:
-                grammar = LLMatcher.grammar_from_json_schema(params.json_schema)
+                is_object = params.json_schema.lstrip().startswith("{")  # true and false are schemas, too
+                defaults = JSON_FORM if is_object else None
+                grammar = LLMatcher.grammar_from_json_schema(params.json_schema, defaults=defaults)
             else:
                 grammar = LLMatcher.grammar_from_regex(params.regex or "")
             matcher = LLMatcher(self._tokens, grammar, log_level=0)

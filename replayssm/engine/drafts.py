@@ -31,6 +31,12 @@ class Proposal(NamedTuple):
     tokens: Tensor
     num_drafts: list[int]
 
+    def cut(self, longest: int) -> Proposal:
+        """The same with so many drafts of each row at most."""
+        if longest >= self.tokens.shape[1]:
+            return self
+        return Proposal(self.tokens[:, :longest], [min(count, longest) for count in self.num_drafts])
+
     def ids(self) -> list[list[int]]:
         """The drafts on the host. Waits for the device."""
         return [row[:count] for row, count in zip(self.tokens.tolist(), self.num_drafts, strict=True)]
@@ -40,14 +46,21 @@ class Drafts(ABC):
     """Guesses tokens for the rows of an engine.
 
     For each row the order of calls is ``join (prefilled)* update (propose update)* leave``. The first update brings the
-    token that the prefill gave. Every forward and every drawn token of the row is reported, with drafts or without.
+    token that the prefill gave. Every forward and every drawn token of the row is reported, with drafts or without; for
+    some time :meth:`missed` may stand in the place of the two, or of the first.
 
     Attributes:
         needs_hidden: whether it wants the model's hidden states; else `prefilled` need not be called, and `update`
-            takes None for them.
+            takes None for them. Its drafts cost time on the device, so there is no use in more than are wanted.
     """
 
     needs_hidden = False
+
+    def missed(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """What was drawn since the last `propose` will not be proposed from, or has no update at all.
+
+        A drafter that wants hidden states forgets it; others have the tokens, and need do nothing.
+        """
 
     @abstractmethod
     def join(self, row: int, tokens: Sequence[int]) -> None:

@@ -27,6 +27,11 @@ class LogitEdits:
         self._values = torch.zeros(max_rows, 0, device=device)
         self._ends = torch.zeros(max_rows, 0, dtype=torch.int32, device=device)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, values and ends."""
+        return self._tokens, self._values, self._ends
+
     @staticmethod
     def max_bytes(max_rows: int) -> int:
         """The most it holds, while it grows."""

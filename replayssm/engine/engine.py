@@ -6,20 +6,23 @@ import logging
 import time
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Sequence_
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from replayssm.engine.draft_length import Pace
 from replayssm.engine.errors import EngineClosed, QueueFull
 from replayssm.engine.handover import Imported, export_prefix, export_request, import_session
 from replayssm.engine.intake import Intake, Prompt
-from replayssm.engine.launch import Drawn, Launcher, Read
+from replayssm.engine.launch import Drawn, Launcher
 from replayssm.engine.offline import serve
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.outputs import FinishReason, RequestOutput, Update
 from replayssm.engine.params import SamplingParams
+from replayssm.engine.reader import Reader
 from replayssm.engine.request import Request, Sequence
 from replayssm.engine.scheduler import STEPS_PER_PRIORITY, Plan
 from replayssm.engine.session import fingerprint
@@ -66,17 +69,25 @@ class Engine:
         self.runner, self.pages, self.cache, self.scheduler = parts.runner, parts.pages, parts.cache, parts.scheduler
         self.intake = Intake(self.loaded, self.runner.vocab_size, self.max_context)
         self.launcher = Launcher(
-            self.runner, parts.sampler, parts.tables, self.intake.constraints, parts.drafts, self.loaded.eos_token_ids
+            self.runner,
+            parts.sampler,
+            parts.tables,
+            self.intake.constraints,
+            parts.drafts,
+            parts.lengths,
+            self.loaded.eos_token_ids,
         )
-        on_gpu = self.loaded.device != "cpu"
-        wanted = on_gpu if self.options.run_ahead == "auto" else self.options.run_ahead
-        self.run_ahead = wanted and parts.drafts is None  # drafts follow tokens that the host has read
+        self.run_ahead = self.options.run_ahead
+        if self.run_ahead == "auto":
+            self.run_ahead = self.loaded.device != "cpu"
+        self.pace = Pace(parts.lengths) if parts.lengths is not None else None
         self.requests: dict[str, Request] = {}
         self.closed = False
         self._arrivals = 0
         self._pending: list[Update] = []  # that the next step gives, or this one at its end
         self._launched: list[Drawn] = []  # by the last step, not read yet
         self._tally = Tally()
+        self.reader = Reader(self._tally, self.pace, self._leave, self._close)
         logger.info("%s on %s, %s", self.loaded.name, self.loaded.device, self.plan)
 
     # Requests
@@ -123,6 +134,7 @@ class Engine:
         self._arrivals += 1
         request.turn = (self._tally.steps - STEPS_PER_PRIORITY * request.priority, self._arrivals)
         request.arrived = time.monotonic()
+        request.open = len(request.sequences)
         self.requests[request.id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -137,6 +149,7 @@ class Engine:
         Returns:
             Whether there was such a request.
         """
+        self._tell()
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -157,6 +170,7 @@ class Engine:
 
     def end_all(self, reason: FinishReason, message: str | None = None) -> None:
         """End all requests; the next step gives their last updates."""
+        self._tell()
         for request in list(self.requests.values()):
             self._end_request(request, reason, message)
 
@@ -168,7 +182,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._pending or self._launched) or self.scheduler.has_work
+        return bool(self._pending or self._launched or self.reader.has_more) or self.scheduler.has_work
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds in which the host did nothing but wait for the device."""
+        return self._tally.waited_seconds
 
     def generate(
         self,
@@ -223,37 +242,57 @@ class Engine:
 
     def _step(self) -> None:
         self._tally.steps += 1
-        ahead = self.run_ahead and not any(sequence.constraint for sequence in self.scheduler.running)
+        drafting = self._is_drafting()
+        ahead = self.run_ahead and not drafting and not any(sequence.constraint for sequence in self.scheduler.running)
         busy = False if ahead else self._read_launched()
+        if self.pace is not None:
+            self.pace.begin()
         plan = self.scheduler.plan()
-        launched = self._launch(plan)
+        launched = self._launch(plan, ahead=ahead, drafting=drafting)
+        busy |= self._tell()  # while the device computes
         if ahead:
-            busy = self._read_launched()
+            busy |= self._read_launched()
             self._launched = launched
         else:
             self._launched = launched
             busy |= self._read_launched()
+        if ahead or not self.run_ahead:
+            self._tell()
+        self._note_pace(plan, launched, ahead=ahead, drafting=drafting)
         for sequence in plan.decode:
             if self.scheduler.at_snapshot(sequence):
                 self.scheduler.keep(sequence)
         if plan.empty and not busy and self.scheduler.has_work:
             raise RuntimeError("the engine stands still: requests wait, and none can run")
 
-    def _launch(self, plan: Plan) -> list[Drawn]:
+    def _is_drafting(self) -> bool:
+        """Whether the next step may have drafts."""
+        if self.pace is None:
+            return self.launcher.drafts is not None
+        running = len(self.scheduler.running)
+        return running > 0 and self.pace.lengths.begin(running)
+
+    def _note_pace(self, plan: Plan, launched: list[Drawn], *, ahead: bool, drafting: bool) -> None:
+        if self.pace is not None:
+            rows = 0 if plan.rounds or plan.joined else len(plan.decode)
+            num_drafts = max(launched[0].num_drafts or [0]) if rows else 0
+            self.pace.end(rows, num_drafts, ahead=ahead, drafting=drafting)
+
+    def _launch(self, plan: Plan, *, ahead: bool, drafting: bool) -> list[Drawn]:
         """Everything that the device has to do for a plan."""
         now = time.monotonic()
         for sequence in plan.joined:
             self._joined(sequence.request, now)
             self.launcher.join(sequence)
         drawn: list[Drawn] = []
-        for pieces in plan.rounds:
-            if pieces:
-                drawn += self.launcher.prefill(pieces)
-            for piece in pieces:
-                self.scheduler.prefilled(piece)
-                self._tally.prefilled_tokens += piece.end - piece.start
+        pieces = [piece for of_round in plan.rounds for piece in of_round]
+        if pieces:
+            drawn += self.launcher.prefill(pieces, ahead=ahead)
+        for piece in pieces:
+            self.scheduler.prefilled(piece)
+            self._tally.prefilled_tokens += piece.end - piece.start
         if plan.decode:
-            drawn.append(self.launcher.decode(plan.decode, plan.windows))
+            drawn.append(self.launcher.decode(plan.decode, plan.windows, ahead=ahead, drafting=drafting))
         self._tally.batch = len(plan.decode)
         return drawn
 
@@ -268,52 +307,15 @@ class Engine:
     def _read_launched(self) -> bool:
         """Take the tokens of the last step that was launched, waiting for them. Says whether there were any."""
         launched, self._launched = self._launched, []
-        for drawn in launched:
-            for read in drawn.wait():
-                self._take(read)
+        self.reader.take(launched)
         return bool(launched)
 
-    def _take(self, read: Read) -> None:
-        """Append the tokens of one sequence."""
-        sequence = read.sequence
-        sequence.in_flight -= 1
-        if sequence.finished:
-            return  # it was, when this step was launched
-        if read.num_drafts is not None:
-            sequence.done += len(read.tokens)
-            self._tally.windows += read.num_drafts > 0
-            self._tally.drafted += read.num_drafts
-            self._tally.accepted += len(read.tokens) - 1
-        request = sequence.request
-        first = len(sequence.tokens) == len(request.prompt)
-        piece = sequence.text.append(read.tokens)
-        tokens = read.tokens[: piece.num_tokens]
-        sequence.tokens += tokens
-        self._tally.generated_tokens += len(tokens)
-        if request.first_token is None:
-            request.first_token = time.monotonic()
-        text, reason, problem = piece.text, piece.finish_reason, None
-        if sequence.constraint is not None:
-            sequence.constraint.advance(tokens)
-            problem = sequence.constraint.error
-            if problem is not None:
-                text, reason = text + sequence.text.finish(), "error"
-        if reason is not None:
-            self._leave(sequence)
-            self._tally.finished += request.finished
-        self._pending.append(
-            Update(
-                request.id,
-                sequence.index,
-                text,
-                tuple(tokens),
-                tuple(read.logprobs[: len(tokens)]),
-                reason,
-                piece.stop_reason,
-                problem,
-                request.cached_tokens if first else None,
-            )
-        )
+    def _tell(self) -> bool:
+        """Make updates of what was taken. Says whether there was anything."""
+        told = self.reader.has_more
+        for update in self.reader.tell():
+            self._pending.append(update)
+        return told
 
     # Ends
 
@@ -322,9 +324,13 @@ class Engine:
         if sequence.row >= 0:
             self.launcher.leave(sequence.row)
         self.scheduler.finish(sequence)
-        request = sequence.request
-        if request.finished:
-            request.ended = time.monotonic()
+        if sequence.request.finished:
+            sequence.request.ended = time.monotonic()
+
+    def _close(self, request: Request) -> None:
+        """The last update of one of a request's samples is made."""
+        request.open -= 1
+        if not request.open:
             del self.requests[request.id]
 
     def _end_request(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
@@ -335,14 +341,19 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> Update:
         """End a sequence before its time."""
         text = sequence.text.finish()
-        self._leave(sequence)
+        if not sequence.finished:
+            self._leave(sequence)
+        self._close(sequence.request)
         return Update(sequence.request.id, sequence.index, text, (), (), reason, None, message)
 
     def _fail(self, error: BaseException) -> None:
         """A step broke off: nobody knows what slots and pages hold, so all that ran end, and prefixes are forgotten."""
         message = f"the engine failed: {type(error).__name__}: {one_line(error)}"
         self._launched = []
-        for sequence in list(self.scheduler.running):
+        self.scheduler.failed()
+        with suppress(Exception):  # what failed may fail here, too
+            self._tell()
+        for sequence in [*self.reader.forget(), *self.scheduler.running]:
             self._pending.append(self._end(sequence, "error", message))
         for request in self.requests.values():
             for sequence in request.sequences:

@@ -67,7 +67,7 @@ class Graphs:
         self.num_tokens = new(max_rows)
         self.num_accepted = new(max_rows)
         one = steps.run_decode(self.slots[:1], self.page_table[:1], self.lengths[:1], self.tokens[:1, 0])
-        self.logits = new(max_rows * self.length, one.logits.shape[1], dtype=torch.float32)
+        self.logits = new(max_rows * self.length, one.logits.shape[1], dtype=one.logits.dtype)
         self.hidden = new(max_rows * self.length, one.hidden.shape[1], dtype=one.hidden.dtype)
         names = ("decode", "verify", "commit") if max_window else ("decode",)
         self._replays = self._capture([(name, rows) for rows in reversed(self.counts) for name in names])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm.engine.constraints import Constraints
+from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.drafts import Drafts, Proposal
 from replayssm.engine.drawn import Sampled, SampledCopy, VerifiedCopy
 from replayssm.engine.forward import Chunk
@@ -29,7 +30,7 @@ class Read(NamedTuple):
 
     sequence: Sequence
     tokens: list[int]
-    logprobs: list[TokenLogprobs]
+    logprobs: Sequence_[TokenLogprobs]
     num_drafts: int | None
 
 
@@ -49,16 +50,22 @@ class Drawn:
     num_drafts: list[int] | None = None
     learn: Learn | None = None
 
+    def synchronize(self) -> None:
+        """Wait for the tokens."""
+        self.copy.copy.wait()
+
     def wait(self) -> list[Read]:
         """The tokens, as soon as they are there."""
         if isinstance(self.copy, SampledCopy):
             found, scores = self.copy.wait()
             tokens = [[token] for token in found]
-            logprobs = [[score] if score else [] for score in scores]
+            logprobs: Sequence_[Sequence_[TokenLogprobs]] = [(score,) if score else () for score in scores]
         else:
             tokens, logprobs = self.copy.wait()
         if self.learn is not None:
-            self.learn(tokens)
+            # Running ahead, a row may be another sequence's by now.
+            there = [sequence.row == row for sequence, row in zip(self.sequences, self.learn.rows, strict=True)]
+            self.learn([ids if is_there else [] for ids, is_there in zip(tokens, there, strict=True)])
         drafts: Sequence_[int | None] = self.num_drafts or [None] * len(tokens)
         return [Read(*one) for one in zip(self.sequences, tokens, logprobs, drafts, strict=True)]
 
@@ -84,6 +91,7 @@ class Launcher:
         tables: tokens and pages of each row.
         constraints: masks what may not come.
         drafts: None without speculation.
+        lengths: chooses how many of them; None: as many as there may be.
         eos_token_ids: of the model.
     """
 
@@ -94,6 +102,7 @@ class Launcher:
         tables: RowTables,
         constraints: Constraints,
         drafts: Drafts | None,
+        lengths: DraftLength | None,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self.runner = runner
@@ -101,6 +110,7 @@ class Launcher:
         self.tables = tables
         self.constraints = constraints
         self.drafts = drafts
+        self.lengths = lengths
         self.eos_token_ids = eos_token_ids
         self._rows: Rows | None = None  # of the last batch that decoded
         self._rows_of: list[Sequence] = []
@@ -133,13 +143,18 @@ class Launcher:
             self.drafts.leave(row)
         self._rows_of = []
 
-    def prefill(self, pieces: Sequence_[Piece]) -> list[Drawn]:
-        """Compute pieces of prompts, and draw a token for each sequence whose last token is among them."""
-        chunks = [Chunk(s.slot, s.pages, start, s.tokens[start:end]) for s, start, end in pieces]
+    def prefill(self, pieces: Sequence_[Piece], *, ahead: bool = False) -> list[Drawn]:
+        """Compute pieces of prompts, and draw a token for each sequence whose last token is among them.
+
+        Args:
+            pieces: of sequences; those of one in their order, the first ones of all before the second ones.
+            ahead: another step may be launched before these tokens are read.
+        """
+        chunks = [Chunk(s.slot, s.pages, start, s.tokens[start:end], keep) for s, start, end, keep, _ in pieces]
         logits, hidden = self.runner.prefill(chunks)
         if self.drafts is not None and self.drafts.needs_hidden:
             self.drafts.prefilled([piece.sequence.row for piece in pieces], chunks, hidden)
-        last = [i for i, (sequence, _, end) in enumerate(pieces) if end == len(sequence.tokens)]
+        last = [i for i, piece in enumerate(pieces) if piece.end == len(piece.sequence.tokens)]
         if not last:
             return []
         sequences = [pieces[i].sequence for i in last]
@@ -151,28 +166,44 @@ class Launcher:
         rows = self.sampler.rows([sequence.row for sequence in sequences])
         masks = self._masks(sequences)
         sampled = self.sampler.sample(logits.index_select(0, of_chunk), rows, batch.lengths + 1, masks)
-        return [self._drawn(sequences, batch, sampled, hidden.index_select(0, of_token))]
+        return [self._drawn(sequences, batch, sampled, hidden.index_select(0, of_token), ahead=ahead)]
 
-    def decode(self, sequences: list[Sequence], windows: list[int]) -> Drawn:
+    def decode(
+        self, sequences: list[Sequence], windows: list[int], *, ahead: bool = False, drafting: bool = True
+    ) -> Drawn:
         """One more token for each sequence, or as many as its drafts turn out to be right.
 
         Args:
             sequences: whose last token isn't in their slots yet.
             windows: how many tokens each one's verify window may have, this last one counted.
+            ahead: the next step may be launched before these tokens are read.
+            drafting: whether there may be drafts; all tokens that were drawn before have been read then.
         """
         batch = self.tables.batch(sequences, [sequence.done for sequence in sequences])
         tokens = self.tables.tokens.index_select(0, batch.rows)
-        if self.drafts is not None:
-            limits = [window - 1 for window in windows]
-            rows = [sequence.row for sequence in sequences]
-            proposal = self.drafts.propose(rows, batch.pages, batch.lengths, limits)
+        if self.drafts is not None and not drafting:
+            self.drafts.missed([sequence.row for sequence in sequences])
+        elif self.drafts is not None:
+            proposal = self._propose(self.drafts, sequences, batch, windows)
             if any(proposal.num_drafts):
                 return self._verify(sequences, batch, torch.cat([tokens[:, None], proposal.tokens], 1), proposal)
         logits, hidden = self.runner.decode(batch.slots, batch.pages, batch.lengths, tokens)
         sampled = self.sampler.sample(logits, self._rows_for(sequences), batch.lengths + 1, self._masks(sequences))
         for sequence in sequences:
             sequence.done += 1
-        return self._drawn(sequences, batch, sampled, hidden)
+        return self._drawn(sequences, batch, sampled, hidden, ahead=ahead)
+
+    def _propose(self, drafts: Drafts, sequences: list[Sequence], batch: Batch, windows: list[int]) -> Proposal:
+        """As many drafts as are worth it. Of those that cost nothing, it is seen first how many there are."""
+        limits = [window - 1 for window in windows]
+        rows = [sequence.row for sequence in sequences]
+        if self.lengths is not None and drafts.needs_hidden:
+            longest = self.lengths.choose(limits)
+            limits = [min(limit, longest) for limit in limits]
+        proposal = drafts.propose(rows, batch.pages, batch.lengths, limits)
+        if self.lengths is None or drafts.needs_hidden:
+            return proposal
+        return proposal.cut(self.lengths.choose(proposal.num_drafts))
 
     def _verify(self, sequences: list[Sequence], batch: Batch, tokens: Tensor, proposal: Proposal) -> Drawn:
         counts = [1 + count for count in proposal.num_drafts]
@@ -182,14 +213,21 @@ class Launcher:
         verified = self.sampler.verify_window(
             logits, self._rows_for(sequences), batch.lengths + 1, tokens, num_tokens, masks
         )
+        copy = verified.start_copy()  # what the host waits for comes first
         self.runner.commit(batch.slots, num_tokens, verified.num_accepted)
         self._note(sequences, batch, verified.last)
         learn = self._learn(sequences, hidden, verified.tokens)
-        return Drawn(sequences, verified.start_copy(), proposal.num_drafts, learn)
+        return Drawn(sequences, copy, proposal.num_drafts, learn)
 
-    def _drawn(self, sequences: list[Sequence], batch: Batch, sampled: Sampled, hidden: Tensor) -> Drawn:
+    def _drawn(
+        self, sequences: list[Sequence], batch: Batch, sampled: Sampled, hidden: Tensor, *, ahead: bool
+    ) -> Drawn:
         """One token for each sequence; `hidden` is ``[B, D]``."""
         self._note(sequences, batch, sampled.tokens)
+        if ahead and self.drafts is not None and self.drafts.needs_hidden:
+            # When these tokens are read, the next step has put its hidden states in the place of theirs.
+            self.drafts.missed([sequence.row for sequence in sequences])
+            return Drawn(sequences, sampled.start_copy())
         learn = self._learn(sequences, hidden[:, None], sampled.tokens[:, None])
         return Drawn(sequences, sampled.start_copy(), learn=learn)
 

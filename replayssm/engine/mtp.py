@@ -62,7 +62,7 @@ class MtpDrafts(Drafts):
         self._run(torch.zeros(1, 1, dtype=torch.int64, device=self.device), self._zeros(1, 1), recorder)
         self._specs = recorder.specs
         self.bytes_per_page = page_size * sum(spec.nbytes for spec in self._specs.values())
-        self.bytes_per_row = (max_window + 1) * self._hidden_size * self._dtype.itemsize + max_window * 8
+        self.bytes_per_row = (max_window + 1) * self._hidden_size * self._dtype.itemsize + (max_window + 1) * 8
 
     def allocate(self, num_pages: int, max_rows: int) -> None:
         """Take the memory, before anything else is called."""
@@ -72,15 +72,24 @@ class MtpDrafts(Drafts):
         self._tokens = torch.zeros(max_rows, self.max_window, dtype=torch.int64, device=self.device)
         self._hidden = self._zeros(max_rows, self.max_window)
         self._waiting: dict[int, int] = {}  # how many of them, by row
+        self._since = torch.ones(max_rows, dtype=torch.int64, device=self.device)  # the first place that it looks at
+        self._missed: set[int] = set()  # rows whose last tokens it never heard of
 
     def join(self, row: int, tokens: Sequence[int]) -> None:  # noqa: ARG002
         """See :meth:`Drafts.join`."""
         self._last[row].zero_()
+        self._since[row].fill_(1)
         self._waiting[row] = 0
+        self._missed.discard(row)
 
     def leave(self, row: int) -> None:
         """See :meth:`Drafts.leave`."""
         self._waiting.pop(row, None)
+
+    def missed(self, rows: Sequence[int]) -> None:
+        """See :meth:`Drafts.missed`. A gap's places hold nothing, so what lies before it isn't looked at any more."""
+        self._waiting.update(dict.fromkeys(rows, 0))
+        self._missed.update(rows)
 
     @torch.no_grad()
     def prefilled(self, rows: Sequence[int], chunks: Sequence[Chunk], hidden: Tensor) -> None:
@@ -97,7 +106,8 @@ class MtpDrafts(Drafts):
             pages = to_device([list(chunk.pages)], torch.int64, self.device)
             places = torch.arange(chunk.start, chunk.start + count, device=self.device)[None]
             # What comes of the first token of a sequence, which nothing precedes, is never looked at.
-            self._run(tokens, before, _Places(self._pages, pages, places, torch.ones_like(places, dtype=torch.bool)))
+            there = torch.ones_like(places, dtype=torch.bool)
+            self._run(tokens, before, _Places(self._pages, pages, places, there, self._since[row, None]))
 
     def update(self, rows: Sequence[int], hidden: Tensor | None, tokens: Tensor, ids: Sequence[Sequence[int]]) -> None:
         """See :meth:`Drafts.update`."""
@@ -118,18 +128,31 @@ class MtpDrafts(Drafts):
         pages, lengths = pages.long(), lengths.long()
         columns = to_device([list(rows), counts, num_drafts], torch.int64, self.device)
         table_rows, count, allowed = columns.unbind()
-        hidden = self._catch_up(table_rows, pages, lengths, count, max(counts))
+        self._begin_anew([row for row, count in zip(rows, counts, strict=True) if count], table_rows, lengths, count)
+        since = self._since.index_select(0, table_rows)
+        hidden = self._catch_up(table_rows, pages, lengths, count, max(counts), since)
         self._waiting.update(dict.fromkeys(rows, 0))
         drafts = [self._likeliest(hidden)] if any(num_drafts) else []
         for depth in range(1, max(num_drafts)):
             places = (lengths + depth)[:, None]
-            cache = _Places(self._pages, pages, places, (depth < allowed)[:, None])
+            cache = _Places(self._pages, pages, places, (depth < allowed)[:, None], since)
             hidden = self._run(drafts[-1][:, None], hidden[:, None], cache)[:, 0]
             drafts.append(self._likeliest(hidden))
         tokens = torch.stack(drafts, 1) if drafts else pages.new_zeros(len(rows), 0)
         return Proposal(tokens, num_drafts)
 
-    def _catch_up(self, rows: Tensor, pages: Tensor, lengths: Tensor, count: Tensor, most: int) -> Tensor:
+    def _begin_anew(self, heard: list[int], rows: Tensor, lengths: Tensor, count: Tensor) -> None:
+        """Rows that missed something and now have heard of tokens look at what comes from these on."""
+        gaps = self._missed.intersection(heard)
+        if gaps:
+            self._missed -= gaps
+            of_gaps = torch.isin(rows, to_device(sorted(gaps), torch.int64, self.device))
+            before = self._since.index_select(0, rows)
+            self._since.index_copy_(0, rows, torch.where(of_gaps, lengths - count + 1, before))
+
+    def _catch_up(
+        self, rows: Tensor, pages: Tensor, lengths: Tensor, count: Tensor, most: int, since: Tensor
+    ) -> Tensor:
         """Run the head on what was drawn since it ran, up to the last token; ``[B, D]``, what it makes of that one."""
         width = max(1, most)
         steps = torch.arange(width, device=self.device)
@@ -137,7 +160,7 @@ class MtpDrafts(Drafts):
         there = steps < count[:, None]
         tokens = self._tokens[:, :width].index_select(0, rows)
         hidden = self._hidden[:, :width].index_select(0, rows)
-        out = self._run(tokens, hidden, _Places(self._pages, pages, places, there))
+        out = self._run(tokens, hidden, _Places(self._pages, pages, places, there, since))
         newest = (count - 1).clamp_min(0)[:, None, None].expand(-1, 1, out.shape[-1])
         return out.gather(1, newest)[:, 0]
 
@@ -161,10 +184,11 @@ class _Places:
         pages: int64 ``[B, P]``, of each row.
         places: int64 ``[B, n]``, where the tokens are in their sequences.
         there: bool ``[B, n]``: the others leave no trace.
+        since: int64 ``[B]``: places before hold nothing of use. At least 1, as the first place never does.
     """
 
-    def __init__(self, kept: Pages, pages: Tensor, places: Tensor, there: Tensor) -> None:
-        self._kept, self._pages, self._places = kept, pages, places
+    def __init__(self, kept: Pages, pages: Tensor, places: Tensor, there: Tensor, since: Tensor) -> None:
+        self._kept, self._pages, self._places, self._since = kept, pages, places, since
         size = kept.page_size
         page = pages.gather(1, (places // size).clamp(0, pages.shape[1] - 1))
         self._written = torch.where(there, page * size + places % size, kept.nowhere).flatten()
@@ -174,9 +198,9 @@ class _Places:
         return (self._places - 1).clamp_min(0)
 
     def mask(self, num_tokens: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        """``[B, 1, n, S]`` to be added to the scores: a token sees itself and all before it, but no first token."""
+        """``[B, 1, n, S]`` to be added to the scores: a token sees itself and what is of use before it."""
         seen = torch.arange(self._pages.shape[1] * self._kept.page_size, device=self._pages.device)
-        hidden = (seen > self._places[:, None, :, None]) | (seen == 0)
+        hidden = (seen > self._places[:, None, :, None]) | (seen < self._since[:, None, None, None])
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

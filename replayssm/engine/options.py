@@ -21,23 +21,26 @@ class EngineOptions:
         ring_dtype: dtype of the ring's updates, or "auto".
         backend: of the operators, see :mod:`replayssm.ops`.
         max_rows: sequences that run at once; None: as many as fit, within reason.
-        max_context: tokens of prompt and output together; None: what the model was made for, as far as memory goes.
+        max_context: tokens of prompt and output together, one of each at least; None: what the model was made for,
+            as far as memory goes.
         page_size: tokens of a page of keys and values.
         memory_bytes: for states, snapshots, pages and the sampler; None: a share of what is free, on a CPU 1 GiB at
             most.
         snapshot_share: of that memory, for snapshots; sequences in need take their place.
-        chunk_tokens: the longest piece of one prompt in a step, whole pages.
+        chunk_tokens: the longest piece of one prompt in a step beside sequences that decode, whole pages.
         max_step_tokens: tokens of all sequences in a step.
         snapshot_every: tokens between snapshots of a sequence that decodes, whole pages.
         prefix_cache: keep prefixes for later requests.
         replay: False writes the state at every token, as without this package.
         speculate: None, "ngram" or "mtp".
-        num_draft: tokens drafted ahead.
+        num_draft: tokens drafted ahead, at most.
+        fixed_draft: draft so many in every step; else none where steps without drafts give more tokens per second.
         graphs: CUDA graphs for decode steps; "auto" has them on a GPU.
         batch_invariant: a request's logits are bit-equal whatever shares its batch. Prompts are then cut at multiples
             of `chunk_tokens` alone, where others' prefixes are taken up, too, and a request runs only when there is
             room for all that it may become.
-        run_ahead: launch a step before the tokens of the one before are read; "auto" does so on a GPU.
+        run_ahead: launch a step before the tokens of the one before are read, or where each must be read first, before
+            they become text; "auto" does so on a GPU.
         max_queue: samples that may wait.
 
     Raises:
@@ -60,6 +63,7 @@ class EngineOptions:
     replay: bool = True
     speculate: Literal["ngram", "mtp"] | None = None
     num_draft: int = 3
+    fixed_draft: bool = False
     graphs: Literal["auto"] | bool = "auto"
     batch_invariant: bool = False
     run_ahead: Literal["auto"] | bool = "auto"
@@ -70,9 +74,9 @@ class EngineOptions:
         _one_of("state_dtype", self.state_dtype, STATE_DTYPES)
         _one_of("ring_dtype", self.ring_dtype, RING_DTYPES)
         _one_of("backend", self.backend, BACKENDS)
-        for name in ("max_rows", "max_context", "memory_bytes"):
+        for name, least in (("max_rows", 1), ("max_context", 2), ("memory_bytes", 1)):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 1)
+                _integer(name, getattr(self, name), least)
         _integer("page_size", self.page_size, 1, 1024)
         for name in ("chunk_tokens", "snapshot_every"):
             _integer(name, getattr(self, name), self.page_size)
@@ -83,7 +87,7 @@ class EngineOptions:
         _integer("max_queue", self.max_queue, 1)
         if not 0 <= self.snapshot_share < 1:
             raise InputError(f"snapshot_share is {self.snapshot_share}: it must be at least 0 and below 1")
-        for name in ("prefix_cache", "replay", "batch_invariant"):
+        for name in ("prefix_cache", "replay", "batch_invariant", "fixed_draft"):
             _one_of(name, getattr(self, name), (True, False))
         for name in ("graphs", "run_ahead"):
             _one_of(name, getattr(self, name), ("auto", True, False))

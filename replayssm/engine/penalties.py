@@ -42,6 +42,11 @@ class SeenTokens:
         return 2 * 4 * vocab_size * max_rows  # int32, and what it grows from
 
     @property
+    def counts(self) -> Tensor:
+        """int32 ``[., V]``, by place."""
+        return self._seen
+
+    @property
     def num_places(self) -> int:
         """How many there is memory for."""
         return len(self._seen)

@@ -44,6 +44,7 @@ class Request:
         turn: its place in the order of all requests; the smaller, the earlier. See `scheduler.py`.
         sequences: one for each sample.
         cached_tokens: tokens of the prompt that the prefix cache had; None before the first step.
+        open: samples whose last update hasn't been made.
         arrived, started, first_token, ended: seconds of the monotonic clock; None before it happened.
     """
 
@@ -55,6 +56,7 @@ class Request:
     turn: tuple[int, int] = (0, 0)
     sequences: list[Sequence] = field(default_factory=list)
     cached_tokens: int | None = None
+    open: int = 0
     arrived: float = 0.0
     started: float | None = None
     first_token: float | None = None
@@ -119,4 +121,5 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens that may still be sampled."""
-        return self.request.params.max_tokens - self.num_sampled
+        request = self.request  # asked for each row at each step
+        return request.params.max_tokens + len(request.prompt) - len(self.tokens) - self.in_flight

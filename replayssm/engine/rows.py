@@ -30,6 +30,12 @@ class Kind(NamedTuple):
     edited: bool = False
     constrained: bool = False
 
+    @property
+    def bits(self) -> int:
+        """For the kernel that draws; see :mod:`replayssm.backends.triton.draw`."""
+        flags = (self.sampled, self.filtered, self.penalised, self.edited, self.constrained)
+        return sum(1 << bit for bit, flag in enumerate(flags) if flag)
+
 
 GREEDY = Kind()
 
@@ -85,8 +91,10 @@ class Rows:
 
     Attributes:
         size: B.
-        parts: all that need more than an argmax.
-        plain: whether there are others.
+        parts: all that need more than an argmax; where one kernel draws for all rows, those with penalties.
+        plain: whether some rows need no more.
+        table: int32 ``[4, B]`` for that kernel, see :class:`replayssm.backends.triton.draw.Tables`; None without one,
+            or where all rows are plain.
         num_masks: how many rows are constrained.
         scored: int64 ``[L]`` each, places in the batch of rows that want log-probabilities, cut like parts.
         wanted: for each place of the batch, how many of the likeliest tokens; None where none are wanted.
@@ -95,6 +103,7 @@ class Rows:
     size: int
     parts: tuple[Part, ...]
     plain: bool
+    table: Tensor | None
     num_masks: int
     scored: tuple[Tensor, ...]
     wanted: tuple[int | None, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -17,15 +17,18 @@ import torch
 from torch import Tensor
 
 from replayssm import models
-from replayssm.engine import flashinfer, footprint
-from replayssm.engine.attention import OnHost, PagedAttention, Queries, TorchAttention, TritonAttention
+from replayssm.engine import footprint
+from replayssm.engine.attention import PagedAttention, Queries, TorchAttention, TritonAttention
 from replayssm.engine.cache import ATTENTION, ATTRIBUTE, Decode, EngineCache, Prefill, Step, Verify
 from replayssm.engine.forward import Chunk, Forward
 from replayssm.engine.graphs import Graphs
 from replayssm.engine.kv import Pages, attention_layers
+from replayssm.engine.waves import waves_of
+from replayssm.engine.window import Window, find_window, places_of
 from replayssm.errors import one_line
 from replayssm.loading import LoadedModel
 from replayssm.models.binding import binding_of
+from replayssm.models.fused import FusedModules, fusions_for
 from replayssm.models.support import find_adapters
 from replayssm.models.switch import CACHE_ARGUMENTS
 from replayssm.ops import unavailable_reason
@@ -48,6 +51,7 @@ class Runner:
         graphs: decode and verify by CUDA graphs, captured now.
         batch_invariant: run all decodes with max_rows rows, and prompts one by one, so that matrix products have the
             same sizes, and with them a request's outputs the same bits, whatever shares the batch.
+        fused: which of :data:`replayssm.models.fused.FUSIONS` run; None: those that gain on this device.
 
     Attributes:
         pool: the slots. Whoever allocates and frees them is the caller.
@@ -79,10 +83,12 @@ class Runner:
         backend: str = "auto",
         graphs: bool = False,
         batch_invariant: bool = False,
+        fused: Collection[str] | None = None,
     ) -> None:
         self.model: Any = loaded.model
         self._attached = _attachment_points(self.model)
         self.graphs: Graphs | None = None
+        self._weights: list[Tensor] = []
         self.page_size = page_size
         self.max_rows = max_rows
         self.batch_invariant = batch_invariant
@@ -92,6 +98,7 @@ class Runner:
         self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in arguments)
         self._takes_positions = "position_ids" in arguments
         adapters = find_adapters(self.model)
+        self.fused = FusedModules(self.model, fusions_for(self.device) if fused is None else fused)
         self.pool = ReplayPool(
             [adapter.spec for adapter in adapters],
             num_slots,
@@ -120,6 +127,7 @@ class Runner:
     def close(self) -> None:
         """Make the model what it was, and free the graphs."""
         self.graphs = None
+        self._weights = []
         for module in self._attached:
             vars(module).pop(ATTRIBUTE, None)
         if self._attached and self._enabled:
@@ -130,7 +138,9 @@ class Runner:
     def prefill(self, chunks: Sequence[Chunk]) -> Forward:
         """Run parts of prompts; each slot then holds all its tokens in its own checkpoint, with an empty ring.
 
-        A slot may have records in its ring or read a snapshot's checkpoint before.
+        A slot may have records in its ring or read a snapshot's checkpoint before. Parts of one slot follow each other
+        in one forward, with a state in between that another slot may keep: the first ones of all slots come first, then
+        the second ones, and so on.
 
         Returns:
             Logits ``[B, V]`` of each chunk's last token, and hidden states ``[total tokens, D]``.
@@ -140,7 +150,7 @@ class Runner:
             return Forward(torch.cat([part.logits for part in parts]), torch.cat([part.hidden for part in parts]))
         step, ids, positions, last = self._packed(chunks)
         logits, hidden = self._forward(step, ids, positions, logits_to_keep=last)
-        self.pool.reset_cursors(step.slots)
+        self.pool.reset_cursors(list(dict.fromkeys(chunk.slot for chunk in chunks)))
         return Forward(logits[0].float(), hidden[0])
 
     @torch.no_grad()
@@ -198,8 +208,8 @@ class Runner:
 
     def run_decode(self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor) -> Forward:
         """As :meth:`decode`, with the model's logits; nothing here waits for the device or depends on the rows."""
-        queries, places, positions = self._window(slots, page_table, lengths, (slots >= 0).int(), 1)
-        logits, hidden = self._forward(Decode(slots, queries, places), tokens[:, None], positions)
+        window, queries = self._window(slots, page_table, lengths, tokens[:, None], None)
+        logits, hidden = self._forward(Decode(slots, queries, window.places), window.tokens, window.positions)
         self.pool.advance(slots)
         return Forward(logits[:, 0], hidden[:, 0])
 
@@ -207,11 +217,9 @@ class Runner:
         self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor, num_tokens: Tensor
     ) -> Forward:
         """As :meth:`verify`, with the model's logits; nothing here waits for the device or depends on the rows."""
-        length = tokens.shape[1]
-        used = torch.where(slots >= 0, num_tokens, 0)
-        queries, places, positions = self._window(slots, page_table, lengths, used, length)
-        tokens = torch.where(torch.arange(length, device=self.device) < used[:, None], tokens, 0)
-        return Forward(*self._forward(Verify(slots, used, queries, places), tokens, positions))
+        window, queries = self._window(slots, page_table, lengths, tokens, num_tokens)
+        step = Verify(slots, window.num_tokens, queries, window.places)
+        return Forward(*self._forward(step, window.tokens, window.positions))
 
     def run_commit(self, slots: Tensor, num_tokens: Tensor, num_accepted: Tensor) -> None:
         """As :meth:`commit`."""
@@ -221,23 +229,21 @@ class Runner:
         """Chunks one behind the other: the step, ids and positions ``[1, N]``, and the chunks' last tokens ``[B]``."""
         counts = [len(chunk.tokens) for chunk in chunks]
         ends = list(accumulate(counts))
+        waves = waves_of(chunks, self.device)
         ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
         positions = torch.cat([chunk.start + torch.arange(n) for chunk, n in zip(chunks, counts, strict=True)])
         rows = torch.arange(len(chunks)).repeat_interleave(torch.tensor(counts))
         width = max(len(chunk.pages) for chunk in chunks)
         table = torch.tensor([[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks], dtype=torch.int32)
         table = table.view(len(chunks), width)
-        places = self._places(table, rows, positions) if width else positions
+        places = places_of(table, rows, positions, self.page_size) if width else positions
         of_rows = [(c.slot, c.start, end - n, n, end - 1) for c, n, end in zip(chunks, counts, ends, strict=True)]
 
         ids, positions, places = self._sent(torch.stack([ids, positions, places]))
-        index, *_, last = sent = self._sent(torch.tensor(of_rows).T.contiguous())
-        slots, lengths, first, num_tokens = sent[:4].int()
-        on_host = OnHost([chunk.pages for chunk in chunks], [chunk.start for chunk in chunks], counts)
-        queries = Queries(self._sent(table), lengths, first, num_tokens, max(counts), ends[-1], on_host)
-        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
-        step = Prefill([chunk.slot for chunk in chunks], index, slots, cu_seqlens, queries, places)
-        return step, ids[None], positions[None], last
+        *_, last = sent = self._sent(torch.tensor(of_rows).T.contiguous())
+        lengths, first, num_tokens = sent[1:4].int()
+        queries = Queries(self._sent(table), lengths, first, num_tokens, max(counts), ends[-1])
+        return Prefill(waves, queries, places), ids[None], positions[None], last
 
     def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Rows, the slots first, filled up to max_rows if all batches are to have the same size."""
@@ -249,23 +255,21 @@ class Runner:
         return tuple(padded)
 
     def _window(
-        self, slots: Tensor, page_table: Tensor, lengths: Tensor, num_tokens: Tensor, length: int
-    ) -> tuple[Queries, Tensor, Tensor]:
-        """Where T tokens of each row are: for attention, in the pages, and in their text (``[B, T]``)."""
-        batch = len(slots)
-        steps = torch.arange(length, dtype=torch.int32, device=self.device)
-        used = steps < num_tokens[:, None]
-        positions = torch.where(used, lengths[:, None] + steps, 0).long()
-        rows = torch.arange(batch, device=self.device)
-        places = positions
-        if page_table.shape[1]:
-            places = torch.where(used, self._places(page_table, rows[:, None], positions), self.pages.nowhere)
-        queries = Queries(page_table, lengths, rows.int() * length, num_tokens, length, batch * length)
-        return queries, places.flatten(), positions
-
-    def _places(self, page_table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        page = page_table[rows, positions // self.page_size]
-        return page * self.page_size + positions % self.page_size
+        self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor, num_tokens: Tensor | None
+    ) -> tuple[Window, Queries]:
+        """Where T tokens of each row are, for the model and for attention."""
+        window = find_window(
+            slots,
+            page_table,
+            lengths,
+            tokens,
+            num_tokens,
+            page_size=self.page_size,
+            nowhere=self.pages.nowhere,
+            fused="places" in self.fused.names,
+        )
+        batch, length = tokens.shape
+        return window, Queries(page_table, lengths, window.first, window.num_tokens, length, batch * length)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """A tensor of the host, on the device, without waiting for what runs there."""
@@ -279,7 +283,7 @@ class Runner:
         captured: list[Tensor] = []
         hook = self.model.get_decoder().register_forward_hook(lambda *given: captured.append(given[-1][0]))
         try:
-            with self._paged():
+            with self._paged(), self.fused:
                 self.cache.begin(step)
                 logits = self.model(input_ids=ids, use_cache=True, **arguments).logits
         finally:
@@ -302,13 +306,13 @@ class Runner:
         """The fastest that runs here; of a batch-invariant runner, one that doesn't look at the batch."""
         if self.device.type != "cuda" or unavailable_reason("triton", self.device) is not None:
             return TorchAttention(self.page_size)
-        if self.batch_invariant or not flashinfer.is_installed():
-            return TritonAttention(self.device, self.max_rows if self.batch_invariant else 0)
-        return flashinfer.FlashInferAttention(self.device, self.page_size)
+        return TritonAttention(self.device, self.max_rows if self.batch_invariant else 0)
 
     @torch.no_grad()
     def _captured(self, max_pages: int) -> Graphs | None:
         """The graphs, or None where the model's own code can't be captured."""
+        # Graphs read weights where they lie now, even if another runner of the same weights moves them together.
+        self._weights = [weight.data for weight in self.model.parameters()]
         try:
             return Graphs(
                 self,

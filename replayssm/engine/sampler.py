@@ -1,8 +1,9 @@
 """Draw each row's next token on the device, as its request asks, whatever the rows beside it ask.
 
-What a request asks lies in tables on the device, one row for each row of the engine. The rows of a batch are put into
-parts that need the same work: a greedy row costs an argmax, and memory is taken only for what is asked. A part is cut
-where its logits get too many. Nothing here waits for the device.
+What a request asks lies in tables on the device, one row for each row of the engine. A greedy row costs an argmax. With
+Triton one kernel draws for all rows; elsewhere the rows of a batch are put into parts that need the same work, so that
+memory is taken only for what is asked, and a part is cut where its logits get too many. Nothing here waits for the
+device.
 
 B rows of a batch, V vocabulary size, T tokens of a verify window, n rows of a part.
 """
@@ -23,10 +24,12 @@ from replayssm.engine.logprobs import Logprobs, joined, model_logprobs
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.penalties import Penalties, SeenTokens
 from replayssm.engine.randomness import gumbel, stream_key, token_hashes
-from replayssm.engine.rows import Asked, Part, Rows
+from replayssm.engine.rows import Asked, Kind, Part, Rows
 from replayssm.engine.transfer import to_device
+from replayssm.ops import unavailable_reason
 
 MAX_LOGITS = 2**22  # of a part: 27 rows of a vocabulary of 151,936, and temporary memory of a few times 16 MiB
+PENALISED = Kind(penalised=True)
 BYTES_PER_LOGIT = 64  # at the most, with all temporary tensors of a part
 
 
@@ -39,10 +42,16 @@ class Sampler:
         vocab_size: V of the logits.
         device: where they are.
         max_rows: requests at once.
+        fused: draw by one kernel; None: on a GPU with Triton.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str, max_rows: int) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device | str, max_rows: int, *, fused: bool | None = None
+    ) -> None:
         self.vocab_size, self.device, self.max_rows = vocab_size, torch.device(device), max_rows
+        if fused is None:
+            fused = self.device.type == "cuda" and unavailable_reason("triton", self.device) is None
+        self.fused = fused
         self._rows: dict[int, Asked] = {}
         self._hashes = token_hashes(vocab_size, self.device)
         # temperature, top_p, log of min_p, presence, frequency and repetition penalty
@@ -52,6 +61,11 @@ class Sampler:
         self._seen = SeenTokens(vocab_size, self.device)
         self._edits = LogitEdits(max_rows, self.device)
         self._bits = torch.arange(32, dtype=torch.int32, device=self.device)
+        if self.fused and self.device.type == "cuda":  # compiled now, not when the first request wants it
+            table = torch.zeros(4, 1, dtype=torch.int32, device=self.device)
+            for dtype in (torch.float32, torch.bfloat16):
+                nothing = torch.zeros(1, 1, vocab_size, dtype=dtype, device=self.device)
+                self._draw_fused(nothing, table, table[0], None, count=True)
 
     @staticmethod
     def max_bytes(vocab_size: int, max_rows: int) -> int:
@@ -108,18 +122,24 @@ class Sampler:
         constrained = [place for place, one in enumerate(asked) if one.kind.constrained]
         masks = {place: number for number, place in enumerate(constrained)}
         more = sorted((place for place, one in enumerate(asked) if any(one.kind)), key=lambda p: asked[p].kind)
+        if self.fused:
+            penalised = [place for place in more if asked[place].kind.penalised]
+            groups = [(PENALISED, penalised)] if penalised else []
+        else:
+            alike = groupby(more, key=lambda p: asked[p].kind)
+            groups = [(kind, places) for kind, group in alike for places in self._cut(list(group))]
         parts = []
-        for kind, group in groupby(more, key=lambda p: asked[p].kind):
-            for places in self._cut(list(group)):
-                seen = [self._seen.place(rows[p]) if kind.penalised else 0 for p in places]
-                columns = (places, [rows[p] for p in places], seen, [masks.get(p, 0) for p in places])
-                num_sorted = self.vocab_size if kind.whole else max(asked[p].top_k for p in places)
-                parts.append(Part(kind, num_sorted, *to_device(columns, torch.int64, self.device).unbind()))
+        for kind, places in groups:
+            seen = [self._seen.place(rows[p]) if kind.penalised else 0 for p in places]
+            columns = (places, [rows[p] for p in places], seen, [masks.get(p, 0) for p in places])
+            num_sorted = self.vocab_size if kind.whole else max(asked[p].top_k for p in places)
+            parts.append(Part(kind, num_sorted, *to_device(columns, torch.int64, self.device).unbind()))
         scored = self._cut([place for place, one in enumerate(asked) if one.logprobs is not None])
         return Rows(
             size=len(rows),
             parts=tuple(parts),
             plain=len(more) < len(rows),
+            table=self._table(rows, asked, masks) if self.fused and more else None,
             num_masks=len(masks),
             scored=tuple(to_device(places, torch.int64, self.device) for places in scored),
             wanted=tuple(one.logprobs for one in asked),
@@ -130,13 +150,18 @@ class Sampler:
         """Draw one token for each row.
 
         Args:
-            logits: fp32 ``[B, V]``, left as they are.
+            logits: ``[B, V]``, of any floating dtype, left as they are.
             rows: of the batch.
             positions: ``[B]``, the place in the sequence that each token will have.
             masks: int32 ``[C, ⌈V/32⌉]``, a bit for each token that may come, for the constrained rows in their order.
         """
-        tokens = self._draw(logits, rows, positions, masks)
-        self._count(rows, tokens)
+        self._check(logits[:, None], rows, None if masks is None else masks[:, None])
+        if rows.table is not None:
+            masks = None if masks is None else masks[:, None]
+            tokens = self._draw_fused(logits[:, None], rows.table, positions, masks, count=True)[:, 0]
+        else:
+            tokens = self._draw(logits, rows, positions, masks)
+            self._count(rows, tokens)
         return Sampled(tokens, self._logprobs(logits, tokens, rows), rows)
 
     @torch.no_grad()
@@ -154,33 +179,76 @@ class Sampler:
         Each place is drawn as without a window, so a request's tokens don't depend on what was drafted.
 
         Args:
-            logits: fp32 ``[B, T, V]``, of the token that follows each token of the window.
+            logits: ``[B, T, V]``, of any floating dtype, of the token that follows each token of the window.
             rows: of the batch.
             positions: ``[B]``, the place in the sequence of the token that follows the window's first one.
             tokens: int64 ``[B, T]``: the last token that was drawn before, then drafts.
             num_tokens: ``[B]`` int32, how many there are of both; a row may have none.
             masks: int32 ``[C, T, ⌈V/32⌉]``, for the constrained rows in their order.
         """
+        self._check(logits, rows, masks)
         width = tokens.shape[1]
         inside = torch.arange(width, device=num_tokens.device) < num_tokens[:, None]
-        drawn = tokens.new_empty(tokens.shape)
-        for t in range(width):
-            # While place t is drawn, the drafts before it count as seen: where one of them fails, t is dropped.
-            if t:
-                self._count(rows, tokens[:, t], inside[:, t])
-            drawn[:, t] = self._draw(logits[:, t], rows, positions + t, None if masks is None else masks[:, t])
+        drawn = self._draw_window(logits, rows, positions, tokens, inside, masks)
         matches = (tokens[:, 1:] == drawn[:, :-1]) & inside[:, 1:]
         num_accepted = (1 + matches.int().cumprod(1).sum(1)).int() * inside[:, 0]
         last = drawn.gather(1, (num_accepted.long() - 1).clamp_min(0)[:, None])[:, 0]
-        for t in range(1, width):
-            self._count(rows, tokens[:, t], inside[:, t] & (t >= num_accepted), times=-1)
-        self._count(rows, last, inside[:, 0])
+        if rows.parts:
+            for t in range(1, width):
+                self._count(rows, tokens[:, t], inside[:, t] & (t >= num_accepted), times=-1)
+            self._count(rows, last, inside[:, 0])
         places = [self._logprobs(logits[:, t], drawn[:, t], rows) for t in range(width)]
         logprobs = tuple(place for place in places if place is not None)
         return Verified(drawn, num_accepted, last, logprobs, rows)
 
+    def _draw_window(
+        self, logits: Tensor, rows: Rows, positions: Tensor, tokens: Tensor, inside: Tensor, masks: Tensor | None
+    ) -> Tensor:
+        """``[B, T]``, what follows each token of a window."""
+        if rows.table is None and not rows.parts:
+            return logits.argmax(-1)
+        if rows.table is not None and not rows.parts:
+            return self._draw_fused(logits, rows.table, positions, masks, count=False)
+        drawn = tokens.new_empty(tokens.shape)
+        for t in range(tokens.shape[1]):
+            # While place t is drawn, the drafts before it count as seen: where one of them fails, t is dropped.
+            if t:
+                self._count(rows, tokens[:, t], inside[:, t])
+            mask = None if masks is None else masks[:, t]
+            if rows.table is None:
+                drawn[:, t] = self._draw(logits[:, t], rows, positions + t, mask)
+            else:
+                mask = None if mask is None else mask[:, None]
+                drawn[:, t] = self._draw_fused(logits[:, t, None], rows.table, positions + t, mask, count=False)[:, 0]
+        return drawn
+
+    def _draw_fused(
+        self, logits: Tensor, table: Tensor, positions: Tensor, masks: Tensor | None, *, count: bool
+    ) -> Tensor:
+        """``[B, T]``, by one kernel, of logits ``[B, T, V]``."""
+        from replayssm.backends.triton.draw import Tables, draw
+
+        none = self._integers[None]  # of masks
+        tables = Tables(
+            table,
+            self._numbers,
+            self._integers,
+            self._hashes,
+            self._seen.counts,
+            *self._edits.tables,
+            none if masks is None else masks,
+        )
+        return draw(logits, tables, positions, count=count)
+
+    def _table(self, rows: Sequence[int], asked: Sequence[Asked], masks: dict[int, int]) -> Tensor:
+        """What the kernel that draws must know of a batch; padding is a greedy row."""
+        seen = [self._seen.place(row) if one.kind.penalised else 0 for row, one in zip(rows, asked, strict=True)]
+        kinds = [one.kind.bits for one in asked]
+        columns = ([max(row, 0) for row in rows], kinds, seen, [masks.get(place, 0) for place in range(len(rows))])
+        return to_device(columns, torch.int32, self.device)
+
     def _draw(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Tensor | None) -> Tensor:
-        self._check(logits, rows, masks)
+        """``[B]``, by PyTorch's own functions, of logits ``[B, V]``."""
         tokens = logits.argmax(-1) if rows.plain else positions.new_empty(rows.size, dtype=torch.int64)
         for part in rows.parts:
             tokens.index_copy_(0, part.batch, self._draw_part(logits, part, positions, masks))
@@ -240,13 +308,20 @@ class Sampler:
         return [places[start : start + step] for start in range(0, len(places), step)]
 
     def _check(self, logits: Tensor, rows: Rows, masks: Tensor | None) -> None:
-        if logits.shape != (rows.size, self.vocab_size):
+        """Of logits ``[B, T, V]`` and masks ``[C, T, W]``."""
+        width = logits.shape[1]
+        if logits.shape != (rows.size, width, self.vocab_size):
             wanted = (rows.size, self.vocab_size)
-            raise ValueError(f"logits are {tuple(logits.shape)}: {wanted} is wanted for these rows")
-        shape = None if masks is None else tuple(masks.shape)
+            raise ValueError(f"logits are {_without(1, logits)}: {wanted} is wanted for these rows")
+        shape = None if masks is None else _without(1, masks)
         wanted_masks = (rows.num_masks, -(-self.vocab_size // 32)) if rows.num_masks else None
         if shape != wanted_masks:
             raise ValueError(f"masks are {shape}: {wanted_masks} is wanted for these rows")
+
+
+def _without(dim: int, tensor: Tensor) -> tuple[int, ...]:
+    """A shape without one of its dimensions."""
+    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
 
 def _part_rows(vocab_size: int) -> int:

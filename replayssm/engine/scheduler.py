@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from replayssm.engine.pages import PagePool
@@ -19,15 +20,23 @@ from replayssm.engine.request import Phase, Sequence
 from replayssm.state import ReplayPool
 
 STEPS_PER_PRIORITY = 256
+FEW = 64  # sequences that are looked at though they can't run yet, or kept though they are done
 WORTH_SHARING = 4  # pages; to wait for another's prefix, or to stop for a snapshot where others branch off
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `end` of a sequence, for a prefill."""
+    """Tokens `start` to `end` of a sequence, for a prefill.
+
+    Attributes:
+        keep: a slot that keeps the state after them, where more of the sequence follows in the same step.
+        last: whether nothing does.
+    """
 
     sequence: Sequence
     start: int
     end: int
+    keep: int | None = None
+    last: bool = True
 
 
 @dataclass
@@ -35,21 +44,21 @@ class Plan:
     """What a step computes.
 
     Attributes:
-        rounds: pieces of prompts, at most one of a sequence in a round. A sequence whose first piece ends at a page
-            boundary just before its prompt's end, where a snapshot is taken, has its last tokens in the second round.
+        rounds: pieces of prompts, at most one of a sequence in a round; the next round continues it. All rounds are
+            computed in one forward.
         decode: sequences that get a new token.
         windows: for each of these, how many tokens its verify window may have; 1 without drafts.
         joined: sequences that got a row in this step.
     """
 
-    rounds: tuple[list[Piece], list[Piece]] = field(default_factory=lambda: ([], []))
+    rounds: list[list[Piece]] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
-        return not (self.rounds[0] or self.decode)
+        return not (self.rounds or self.decode)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order
         self.preemptions = 0
         self._rows = list(range(limits.max_rows))  # a heap of the free ones
+        self._reserved: set[int] = set()  # slots for snapshots within the prefill that was planned
 
     @property
     def has_work(self) -> bool:
@@ -109,7 +119,11 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is."""
         if sequence.phase is Phase.WAITING:
-            self.num_waiting -= 1  # it leaves the heap when its turn comes
+            self.num_waiting -= 1  # it leaves the heap when its turn comes, or when many are done
+            sequence.phase = Phase.FINISHED
+            if len(self.waiting) > 2 * self.num_waiting + FEW:
+                self.waiting = [entry for entry in self.waiting if not entry[1].finished]
+                heapq.heapify(self.waiting)
         elif not sequence.finished:
             self._take_back(sequence)
         sequence.phase = Phase.FINISHED
@@ -118,16 +132,19 @@ class Scheduler:
         """Decide on a step: who joins, who decodes, and whose prompts use the rest of the budget."""
         plan = Plan()
         joined = self._admit()
-        budget = self.limits.max_step_tokens
+        budget, page_size, drafts = self.limits.max_step_tokens, self.limits.page_size, self.limits.max_window > 1
         for sequence in list(self.running):
-            if sequence.phase is Phase.DECODE and sequence.num_left > 0 and self._make_room(sequence):
-                window = self._window(sequence)
+            if sequence.phase is not Phase.DECODE or sequence.num_left <= 0:
+                continue
+            if sequence.done < len(sequence.pages) * page_size or self._make_room(sequence):
+                window = self._window(sequence) if drafts else 1
                 plan.decode.append(sequence)
                 plan.windows.append(window)
                 budget -= window
         for sequence in self.running:
             if sequence.phase is Phase.PREFILL:
-                budget -= self._cut(sequence, budget, plan.rounds)
+                # Beside sequences that decode a prompt takes a chunk of a step, without them all that is left.
+                budget -= self._cut(sequence, budget, plan.rounds, whole=not plan.decode)
         plan.joined = [sequence for sequence in joined if sequence.row >= 0]
         return plan
 
@@ -135,7 +152,9 @@ class Scheduler:
         """A prefill of this piece was launched. Keeps a snapshot where one is wanted."""
         sequence = piece.sequence
         sequence.done = piece.end
-        if piece.end in sequence.stops or piece.end % self.limits.chunk_tokens == 0:
+        if piece.keep is not None:
+            self._insert(sequence, piece.keep)
+        elif piece.last and self._is_stop(sequence, piece.end):
             self.keep(sequence)
         if piece.end == len(sequence.tokens):
             sequence.phase = Phase.DECODE
@@ -152,13 +171,44 @@ class Scheduler:
             return
         cache.insert(sequence.tokens, end, sequence.pages, self.slots.snapshot(sequence.slot))
 
+    def failed(self) -> None:
+        """A step broke off after it was planned."""
+        self.slots.free(sorted(self._reserved))
+        self._reserved.clear()
+
+    def _reserve(self, sequence: Sequence, end: int) -> int | None:
+        """A slot for a snapshot within a prefill, where one is wanted and there is room."""
+        cache = self.cache
+        if cache is None or not self._is_stop(sequence, end) or cache.holds(sequence.tokens, end):
+            return None
+        if not cache.free_slot():
+            return None
+        (slot,) = self.slots.alloc(1, zero=False)
+        self._reserved.add(slot)
+        return slot
+
+    def _insert(self, sequence: Sequence, slot: int) -> None:
+        """Give the cache the snapshot that a prefill has written into a slot."""
+        assert self.cache is not None
+        self._reserved.remove(slot)
+        if self.cache.holds(sequence.tokens, sequence.done):  # of another sequence in the same step
+            self.slots.free(slot)
+            return
+        self.slots.seal(slot)
+        self.cache.insert(sequence.tokens, sequence.done, sequence.pages, slot)
+
+    def _is_stop(self, sequence: Sequence, end: int) -> bool:
+        """Whether a snapshot is wanted where a piece ends."""
+        wanted = end in sequence.stops or end % self.limits.chunk_tokens == 0
+        return wanted and end % self.limits.page_size == 0
+
     # Admission
 
     def _admit(self) -> list[Sequence]:
         """Let waiting sequences join, in their order, as long as there is work for them in this step."""
         joined: list[Sequence] = []
         held: list[tuple[tuple[int, int, int], Sequence]] = []
-        while self.waiting and len(held) < self.limits.max_rows:
+        while self.waiting and len(held) < self.limits.max_rows + FEW:
             sequence = self.waiting[0][1]
             if sequence.finished:
                 heapq.heappop(self.waiting)
@@ -308,22 +358,27 @@ class Scheduler:
 
     # Pieces
 
-    def _cut(self, sequence: Sequence, budget: int, rounds: tuple[list[Piece], list[Piece]]) -> int:
-        """Put the sequence's next piece, and the tail of its prompt, into the rounds. Gives their tokens."""
-        start = sequence.done
-        for pieces in rounds:
-            end = self._piece_end(sequence, start, budget - (start - sequence.done))
-            if end <= start:
+    def _cut(self, sequence: Sequence, budget: int, rounds: list[list[Piece]], *, whole: bool) -> int:
+        """Put the next piece and the tail of a prompt, or all of it, into the rounds. Gives their tokens."""
+        ends = [sequence.done]
+        while (end := self._piece_end(sequence, ends[-1], budget - (ends[-1] - sequence.done), whole)) > ends[-1]:
+            ends.append(end)
+            left = len(sequence.tokens) - end
+            if not left or (not whole and left > self.limits.page_size):
                 break
-            pieces.append(Piece(sequence, start, end))
-            start = end
-            if len(sequence.tokens) - end > self.limits.page_size:
-                break
-        return start - sequence.done
+        # Where slots are short, the longest prefix is worth the most.
+        kept = {end: self._reserve(sequence, end) for end in reversed(ends[1:-1])}
+        for number, (start, end) in enumerate(pairwise(ends)):
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(Piece(sequence, start, end, kept.get(end), last=end == ends[-1]))
+        return ends[-1] - sequence.done
 
-    def _piece_end(self, sequence: Sequence, start: int, budget: int) -> int:
+    def _piece_end(self, sequence: Sequence, start: int, budget: int, whole: bool) -> int:
         """Where a piece ends: at a chunk's end, a snapshot's place, the last token, or the budget's last whole page."""
         chunk = self.limits.chunk_tokens
+        if whole and self.cache is None and not self.limits.invariant:
+            chunk = len(sequence.tokens)  # nothing happens at a chunk's end
         stops = [stop for stop in sequence.stops if stop > start]
         end = min(len(sequence.tokens), (start // chunk + 1) * chunk, *stops)
         if end <= start + budget:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.drafts import Drafts, NgramDrafts
 from replayssm.engine.memory import CPU_ROWS, GPU_ROWS, Costs, MemoryPlan, budget_bytes, plan_memory
 from replayssm.engine.mtp import MtpDrafts
@@ -33,6 +34,7 @@ class Parts(NamedTuple):
     sampler: Sampler
     tables: RowTables
     drafts: Drafts | None
+    lengths: DraftLength | None
 
 
 def build(loaded: LoadedModel, options: EngineOptions, runner_class: Any = None) -> Parts:
@@ -98,6 +100,7 @@ def _around(runner: Any, plan: MemoryPlan, options: EngineOptions, drafts: Draft
         Sampler(runner.vocab_size, device, plan.max_rows),
         RowTables(plan.max_rows, plan.max_pages_per_row, device),
         drafts,
+        DraftLength(options.num_draft) if drafts is not None and not options.fixed_draft else None,
     )
 
 

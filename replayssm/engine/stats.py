@@ -26,6 +26,7 @@ class EngineStats:
         evictions: snapshots that the prefix cache gave up.
         drafted, accepted: tokens of speculation.
         windows: verify windows that held drafts.
+        waited_seconds: in which the host did nothing but wait for the device.
         counters: of the pool, see :meth:`replayssm.ReplayPool.counters`.
     """
 
@@ -50,6 +51,7 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     windows: int = 0
+    waited_seconds: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
 
 
@@ -69,3 +71,4 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
     windows: int = 0
+    waited_seconds: float = 0.0

@@ -63,9 +63,11 @@ class RowTables:
     def _send_pages(self, sequences: Sequence_[Sequence]) -> None:
         new: list[tuple[int, int, int]] = []  # row, place, page
         for sequence in sequences:
-            sent = self._sent[sequence.row]
-            new += [(sequence.row, place, sequence.pages[place]) for place in range(sent, len(sequence.pages))]
-            self._sent[sequence.row] = len(sequence.pages)
+            row, held = sequence.row, sequence.pages
+            sent = self._sent[row]
+            if sent < len(held):
+                new += [(row, place, held[place]) for place in range(sent, len(held))]
+                self._sent[row] = len(held)
         if new:
             rows, places, pages = to_device(new, torch.int64, self.device).unbind(1)
             self.pages.index_put_((rows, places), pages.int())

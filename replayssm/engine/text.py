@@ -49,22 +49,42 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
         self.num_tokens = 0
+        self.has_stops = bool(params.stop)
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._ends = self._eos.union(params.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(params.stop, include=params.include_stop)
+
+    def kept(self, tokens: Sequence[int], before: int) -> tuple[int, bool]:
+        """What :meth:`append` will say of a sample without stop strings, without making its text.
+
+        Args:
+            tokens: the sample's next ones.
+            before: how many it has already.
+
+        Returns:
+            How many of them belong to the sample, and whether it ends with the last of these.
+        """
+        room = self._params.max_tokens - before
+        for count, token in enumerate(tokens, 1):
+            if count == room or token in self._ends:
+                return count, True
+        return len(tokens), False
 
     def append(self, tokens: Sequence[int]) -> Piece:
         """The sample's next tokens; what comes behind its end is left out."""
         texts: list[str] = []
+        params, detokenizer = self._params, self._detokenizer
         for count, token in enumerate(tokens, 1):
             self.num_tokens += 1
-            ends = token in self._eos or token in self._params.stop_token_ids
-            text = self._detokenizer.append(token) if not ends or self._params.include_stop else ""
-            stop = self._feed(text, texts)
-            if stop is not None:
+            ends = token in self._ends
+            text = detokenizer.append(token) if not ends or params.include_stop else ""
+            if not self.has_stops:
+                texts.append(text)
+            elif (stop := self._feed(text, texts)) is not None:
                 return Piece("".join(texts), count, "stop", stop)
-            if ends or self.num_tokens == self._params.max_tokens:
+            if ends or self.num_tokens == params.max_tokens:
                 return self._end(texts, count, token if ends else None)
         return Piece("".join(texts), len(tokens))
 
@@ -108,11 +128,15 @@ class Detokenizer:
         """New final text."""
         self._window.append(token)
         self._text = self._decode(self._window)
-        broken = len(self._text) - len(self._text.rstrip(UNFINISHED))
-        self._unfinished = self._unfinished + 1 if broken else 0
-        if 0 < self._unfinished < CHARACTER:
-            return ""
-        piece = self._show(len(self._text) - min(broken, CHARACTER - 1))
+        end = len(self._text)
+        if self._text.endswith(UNFINISHED):
+            self._unfinished += 1
+            if self._unfinished < CHARACTER:
+                return ""
+            end -= min(end - len(self._text.rstrip(UNFINISHED)), CHARACTER - 1)
+        else:
+            self._unfinished = 0
+        piece = self._show(end)
         if len(self._window) >= WINDOW:
             self._drop_front()
         return piece
@@ -122,8 +146,10 @@ class Detokenizer:
         return self._show(len(self._text))
 
     def _show(self, end: int) -> str:
+        if end <= self._shown:
+            return ""
         piece = self._text[self._shown : end]
-        self._shown = max(self._shown, end)
+        self._shown = end
         return piece
 
     def _drop_front(self) -> None:

@@ -59,7 +59,7 @@ def fused_recurrent_linear_replayssm_decode(
         is_kda: one decay per key channel.
         block_v, num_warps, num_stages, nk: launch settings of SGLang's kernel, not used.
         lower_bound: KDA's bounded gate; not in SGLang's signature. None for the softplus gate.
-        backend: not in SGLang's signature: ``"auto"``, ``"torch"`` or ``"triton"``.
+        backend: not in SGLang's signature: one of :data:`replayssm.ops.BACKENDS`, or ``"auto"``.
 
     Returns:
         ``out`` and ``initial_state``.

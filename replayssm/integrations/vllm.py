@@ -66,7 +66,7 @@ def selective_state_update_replayssm_output_only(
         out: ``[B, H, P]``, written.
         enable_stochastic_rounding: not supported.
         cache_philox_rounds: not used.
-        backend: not in vLLM's signature: ``"auto"``, ``"torch"`` or ``"triton"``.
+        backend: not in vLLM's signature: one of :data:`replayssm.ops.BACKENDS`, or ``"auto"``.
 
     Returns:
         ``out``.

@@ -115,23 +115,35 @@ class GatedDeltaNet(Adapter):
             dt_bias=mixer.dt_bias,
             beta_scale=self.beta_scale,
         )
-        gated = getattr(mixer, self.norm)(y.view(-1, spec.head_v_dim), z.reshape(-1, spec.head_v_dim))
-        return getattr(mixer, self.output)(gated.view(*rows, -1))
+        gated = getattr(mixer, self.norm)(y, z.unflatten(-1, (spec.num_v_heads, spec.head_v_dim)))
+        return getattr(mixer, self.output)(gated.flatten(-2))
 
 
 class Qwen3NextDeltaNet(GatedDeltaNet):
     """``Qwen3NextGatedDeltaNet``: q, k, v, z and b, a are interleaved per key head in two projections."""
 
+    def __init__(self, mixer: Any) -> None:
+        super().__init__(mixer)
+        spec = self.spec
+        group = spec.num_v_heads // spec.num_k_heads
+        wide = group * spec.head_v_dim
+        self.orders = [_parts_first(spec.num_k_heads, spec.head_k_dim, spec.head_k_dim, wide, wide)]
+        self.orders.append(_parts_first(spec.num_k_heads, group, group))
+
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :meth:`GatedDeltaNet.project`."""
         spec = self.spec
-        group = spec.num_v_heads // spec.num_k_heads
-        qkvz = self.mixer.in_proj_qkvz(hidden).unflatten(-1, (spec.num_k_heads, -1))
-        wide = group * spec.head_v_dim
-        q, k, v, z = qkvz.split((spec.head_k_dim, spec.head_k_dim, wide, wide), dim=-1)
-        b, a = self.mixer.in_proj_ba(hidden).unflatten(-1, (spec.num_k_heads, 2 * group)).split(group, dim=-1)
-        qkv = torch.cat([x.flatten(-2) for x in (q, k, v)], dim=-1)
-        return qkv, z.flatten(-2), a.flatten(-2), b.flatten(-2)
+        if self.orders[0].device != hidden.device:
+            self.orders = [order.to(hidden.device) for order in self.orders]
+        qkvz = self.mixer.in_proj_qkvz(hidden).index_select(-1, self.orders[0])
+        qkv, z = qkvz.split((spec.conv_dim, spec.num_v_heads * spec.head_v_dim), dim=-1)
+        b, a = self.mixer.in_proj_ba(hidden).index_select(-1, self.orders[1]).chunk(2, dim=-1)
+        return qkv, z, a, b
+
+
+def _parts_first(heads: int, *sizes: int) -> Tensor:
+    """The order in which columns ``[heads, Σ sizes]`` become ``[heads, sizes[0]]``, ``[heads, sizes[1]]``, …"""
+    return torch.cat([part.flatten() for part in torch.arange(heads * sum(sizes)).view(heads, -1).split(sizes, dim=-1)])
 
 
 class OlmoDeltaNet(GatedDeltaNet):
@@ -143,7 +155,7 @@ class OlmoDeltaNet(GatedDeltaNet):
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :meth:`GatedDeltaNet.project`."""
         mixer = self.mixer
-        qkv = torch.cat([mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden)], dim=-1)
+        qkv = side_by_side(mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden))
         return qkv, mixer.g_proj(hidden), mixer.a_proj(hidden), mixer.b_proj(hidden)
 
 
@@ -177,7 +189,7 @@ class KimiDeltaAttention(Adapter):
         """See :meth:`Adapter.run`."""
         mixer, spec = self.mixer, self.spec
         heads = (*hidden.shape[:-1], spec.num_v_heads, spec.head_v_dim)
-        qkv = torch.cat([mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden)], dim=-1)
+        qkv = side_by_side(mixer.q_proj(hidden), mixer.k_proj(hidden), mixer.v_proj(hidden))
         q, k, v = (x.view(heads) for x in self.conv(qkv, kernels).chunk(3, dim=-1))
         a, z = self.gates(hidden)
         y = kernels.recurrence(
@@ -266,6 +278,18 @@ class FalconH1Mamba2(Mamba2):
     def project(self, hidden: Tensor) -> Tensor:
         """See :meth:`Mamba2.project`."""
         return self.mixer.in_proj(hidden * self.mixer.ssm_in_multiplier) * self.mixer.mup_vector.flatten()
+
+
+def side_by_side(*parts: Tensor) -> Tensor:
+    """Parts ``[..., D_i]`` as one ``[..., Σ D_i]``; of parts of one product that lie so already, no copy."""
+    first, at = parts[0], parts[0].storage_offset()
+    for part in parts:
+        together = part._base is not None and part._base is first._base and part.stride() == first.stride()
+        if torch.compiler.is_compiling() or not together or part.storage_offset() != at:
+            return torch.cat(parts, dim=-1)
+        at += part.shape[-1]
+    width = sum(part.shape[-1] for part in parts)
+    return first.as_strided((*first.shape[:-1], width), first.stride(), first.storage_offset())
 
 
 # The class in transformers to the adapter that serves it.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from replayssm import ops
 from replayssm.models.adapters import Adapter
+from replayssm.models.fused import FusedModules
 
 if TYPE_CHECKING:
     from replayssm.models.cache import ReplayCache
@@ -61,13 +62,22 @@ class MixerBinding:
 
 
 class ModelBinding:
-    """On a model: its settings, its recurrent layers in order, and the last cache that `generate` used."""
+    """On a model: its settings, its recurrent layers in order, and the last cache that `generate` used.
+
+    Attributes:
+        fused: forwards for its other modules, made by the first forward on a GPU.
+    """
 
     def __init__(self, settings: Settings, adapters: list[Adapter], previous: Callable[..., Any] | None) -> None:
         self.settings = settings
         self.adapters = adapters
         self.previous = previous
         self.last_cache: ReplayCache | None = None
+        self.fused: FusedModules | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The forwards are closures over the modules, and made again.
+        return vars(self) | {"fused": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelBinding:
         # A copied model has copied mixers, which the old model's cache doesn't know.

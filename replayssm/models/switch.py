@@ -3,7 +3,8 @@
 `enable` gives each recurrent mixer of the model a `forward` that takes one-token steps to the mixer's adapter and
 everything else to the forward it had, and gives the model a `_prepare_cache_for_generation` that makes a ReplayCache
 where transformers would make a DynamicCache. Both are attributes of the instances: no class, module or other model
-changes, and `disable` deletes them.
+changes, and `disable` deletes them. On a GPU, hooks of the model let its norms, rotary embeddings and MLPs run by fewer
+kernels while it is given a ReplayCache.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from replayssm import ops
 from replayssm.models.binding import ATTRIBUTE, MixerBinding, MixerCache, ModelBinding, Settings, binding_of
 from replayssm.models.cache import ReplayCache
 from replayssm.models.fallback import without_gpu_kernels
+from replayssm.models.fused import FusedModules, fusions_for
 from replayssm.models.support import find_adapters
 from replayssm.state import StateDtypes
 
@@ -72,6 +74,9 @@ def enable(
     if hasattr(model, _PREPARE):
         previous = _override(model, _PREPARE, _prepare_cache_for_generation)
     setattr(model, ATTRIBUTE, ModelBinding(settings, adapters, previous))
+    if fusions_for(weight.device):
+        model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+        model.register_forward_hook(_end_forward, always_call=True)
     # "assisted generation is not supported with stateful models": with a ReplayCache it is.
     if getattr(model, _STATEFUL, False):
         setattr(model, _STATEFUL, False)
@@ -91,6 +96,7 @@ def disable(model: Model) -> Model:
         if _PREPARE in vars(model):
             _restore(model, _PREPARE, binding.previous)
         vars(model).pop(_STATEFUL, None)
+        _remove_hooks(model)
         delattr(model, ATTRIBUTE)
     return model
 
@@ -171,6 +177,40 @@ def _prepare_cache_for_generation(
         if isinstance(cache, ReplayCache):
             binding.last_cache = cache
     return result
+
+
+def _begin_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward that decodes or prefills through replay, without gradients, launches fewer kernels.
+
+    What is compiled is left to the compiler, and projections and sums of layers to transformers' code: weights stay
+    where they are, and whoever asks for hidden states gets tensors.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return
+    binding: ModelBinding = vars(model)[ATTRIBUTE]
+    if any(isinstance(kwargs.get(name), ReplayCache) for name in CACHE_ARGUMENTS):
+        if binding.fused is None:
+            device = binding.adapters[0].mixer.conv1d.weight.device
+            binding.fused = FusedModules(model, {"norms", "rotary", "swiglu"}.intersection(fusions_for(device)))
+        binding.fused.__enter__()
+
+
+def _end_forward(model: Any, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    fused = vars(model)[ATTRIBUTE].fused
+    if fused is not None:
+        fused.__exit__()
+
+
+def _remove_hooks(model: nn.Module) -> None:
+    """By what they are: a copy of an enabled model has hooks of its own numbers, and nobody who keeps them."""
+    _end_forward(model)  # of a forward that was interrupted
+    for hooks, hook in ((model._forward_pre_hooks, _begin_forward), (model._forward_hooks, _end_forward)):
+        for number in [number for number, other in hooks.items() if other is hook]:
+            del hooks[number]
+            model._forward_pre_hooks_with_kwargs.pop(number, None)
+            model._forward_hooks_always_called.pop(number, None)
 
 
 def _release(mixer: nn.Module) -> None:

@@ -2,45 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHECKPOINT_DTYPES = ACTIVATION_DTYPES
-
-#: What the checks of an operator look at: shapes, dtypes and devices of its tensors, and some numbers.
-Look = list[Any]
-
-_CHECKED: dict[str, Look] = {}
-
-
-def look(tensors: tuple[Tensor | None, ...], *numbers: Any) -> Look | None:
-    """How a call's tensors look; None where that says little: while torch traces, and of what isn't a tensor."""
-    if type(tensors[0]) is not Tensor or torch.compiler.is_compiling():
-        return None
-    seen: Look = [*numbers]
-    try:
-        for x in tensors:
-            seen += (None,) if x is None else (x.shape, x.dtype, x.device)
-    except AttributeError:
-        return None
-    return seen
-
-
-def is_checked(operator: str, seen: Look | None) -> bool:
-    """Whether the operator's last tensors looked the same and passed its checks.
-
-    A look takes a fifth of the checks' time, which on small layers is a third of the whole step's.
-    """
-    return seen is not None and _CHECKED.get(operator) == seen
-
-
-def remember(operator: str, seen: Look | None) -> None:
-    """Tensors of this look have passed the checks."""
-    if seen is not None:
-        _CHECKED[operator] = seen
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm.backends.step import ABSENT
 from replayssm.ops.checks import (
     check_activation,
     check_rank,
     check_slots_on_host,
     check_tensor,
-    is_checked,
-    look,
-    remember,
 )
-from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
+from replayssm.ops.dispatch import backend_module, call, register
+from replayssm.ops.known import recall, remember
 
 
 def causal_conv1d_update(
@@ -46,14 +45,13 @@ def causal_conv1d_update(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or the activation is unknown.
     """
-    seen = look((x, conv_state, weight, bias, slots))
-    if not is_checked("causal_conv1d_update", seen):
+    tensors = (x, conv_state, weight, ABSENT[3] if bias is None else bias, slots)
+    known = recall("causal_conv1d_update", tensors, (), backend)
+    if known is None:
         _check(x, conv_state, weight, bias, slots)
-        remember("causal_conv1d_update", seen)
+        known = remember("causal_conv1d_update", tensors, (), backend)
     activation = check_activation(activation)
-    return call(
-        "causal_conv1d_update", x, conv_state, weight, bias, slots, activation, resolve_backend(backend, x.device)
-    )
+    return call("causal_conv1d_update", x, conv_state, weight, bias, slots, activation, known.backend)
 
 
 def _check(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor) -> None:

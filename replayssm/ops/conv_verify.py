@@ -7,7 +7,7 @@ from torch import Tensor
 from replayssm.backends.step import Window
 from replayssm.ops.checks import check_activation, check_rank, check_tensor
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
-from replayssm.ops.windows import check_length, check_window, check_window_on_host
+from replayssm.ops.windows import all_tokens, check_length, check_window, check_window_on_host
 
 
 def causal_conv1d_verify(
@@ -60,7 +60,8 @@ def causal_conv1d_verify(
     check_length(tokens)
     if tokens > room:
         raise ValueError(f"the window has T = {tokens} tokens: conv_window has room for T_max = {room}")
-    num_tokens = check_window(slots, num_tokens, parents, batch, tokens, x.device)
+    check_window(slots, num_tokens, parents, batch, tokens, x.device)
+    num_tokens = all_tokens(batch, tokens, x.device) if num_tokens is None else num_tokens
     activation = check_activation(activation)
     rows = (slots, num_tokens, parents, activation, resolve_backend(backend, x.device))
     return call("causal_conv1d_verify", x, conv_state, conv_window, weight, bias, *rows)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from replayssm.backends.step import Step
-from replayssm.ops.checks import check_flush_period, check_rows, check_slots_on_host, is_checked, look, remember
-from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
-from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2
+from replayssm.backends.step import ABSENT, Rules, Step
+from replayssm.ops.checks import check_flush_period, check_rows, check_slots_on_host
+from replayssm.ops.dispatch import backend_module, call, register
+from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2, limits
+from replayssm.ops.known import ShortWay, recall, remember
+from replayssm.ops.layers import LAYERS
 
 _STATE_SCHEMA = (
     "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, "
@@ -74,31 +79,21 @@ def gdn_decode(
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    seen = look((q, k, v, a, b, A_log, dt_bias, *state, slots, force_flush))
-    if not is_checked("gdn_decode", seen):
+    forced = ABSENT[16] if force_flush is None else force_flush
+    tensors = (q, k, v, a, b, A_log, dt_bias, ABSENT[7], ABSENT[8], *state, slots, forced)
+    options = (beta_scale, scale, qk_l2norm, flush_period, type(flush_period))
+    known = recall("gdn_decode", tensors, options, backend)
+    if known is None:
         check_gdn(q, k, v, a, b, A_log, dt_bias, state, "B")
         check_rows(slots, v.shape[0], force_flush, v.device)
-        remember("gdn_decode", seen)
-    check_flush_period(flush_period, ring_k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return call(
-        "gdn_decode",
-        q,
-        k,
-        v,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        beta_scale,
-        scale,
-        qk_l2norm,
-        *state,
-        slots,
-        flush_period,
-        force_flush,
-        resolve_backend(backend, v.device),
-    )
+        check_flush_period(flush_period, ring_k)
+        rules = Rules(_scale(scale, q), beta_scale, qk_l2norm)
+        known = remember("gdn_decode", tensors, options, backend, _short_way(tensors, rules, flush_period))
+    if known.run is not None and not torch.is_grad_enabled():
+        return known.run(*tensors)
+    numbers = (beta_scale, _scale(scale, q), qk_l2norm)
+    rows = (slots, flush_period, force_flush, known.backend)
+    return call("gdn_decode", q, k, v, a, b, A_log, dt_bias, *numbers, *state, *rows)
 
 
 def kda_decode(
@@ -147,33 +142,21 @@ def kda_decode(
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    seen = look((q, k, v, a, b, A_log, dt_bias, *state, slots, force_flush), lower_bound)
-    if not is_checked("kda_decode", seen):
+    forced = ABSENT[16] if force_flush is None else force_flush
+    tensors = (q, k, v, a, b, A_log, dt_bias, ABSENT[7], ABSENT[8], *state, slots, forced)
+    options = (lower_bound, beta_scale, scale, qk_l2norm, flush_period, type(flush_period))
+    known = recall("kda_decode", tensors, options, backend)
+    if known is None:
         check_kda(q, k, v, a, b, A_log, dt_bias, lower_bound, state, "B")
         check_rows(slots, v.shape[0], force_flush, v.device)
-        remember("kda_decode", seen)
-    check_flush_period(flush_period, ring_k)
-    dt_bias = dt_bias.view(k.shape[1:])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return call(
-        "kda_decode",
-        q,
-        k,
-        v,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        lower_bound,
-        beta_scale,
-        scale,
-        qk_l2norm,
-        *state,
-        slots,
-        flush_period,
-        force_flush,
-        resolve_backend(backend, v.device),
-    )
+        check_flush_period(flush_period, ring_k)
+        rules = Rules(_scale(scale, q), beta_scale, qk_l2norm, lower_bound)
+        known = remember("kda_decode", tensors, options, backend, _short_way(tensors, rules, flush_period))
+    if known.run is not None and not torch.is_grad_enabled():
+        return known.run(*tensors)
+    bias, scale = dt_bias.view(k.shape[1:]), _scale(scale, q)
+    inputs = (q, k, v, a, b, A_log, bias, lower_bound, beta_scale, scale, qk_l2norm)
+    return call("kda_decode", *inputs, *state, slots, flush_period, force_flush, known.backend)
 
 
 def mamba2_decode(
@@ -213,7 +196,7 @@ def mamba2_decode(
         z: ``[B, H, P]`` or None; gate.
         dt_bias: ``[H]`` or None.
         dt_softplus: False if dt needs no softplus.
-        dt_limit: smallest and largest Δ.
+        dt_limit: smallest and largest Δ; (0, ∞) sets none, so that without softplus a negative Δ stays.
         checkpoint ... backend: as for :func:`gdn_decode`.
 
     Returns:
@@ -223,41 +206,56 @@ def mamba2_decode(
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    seen = look((x, dt, B, C, A, D, z, dt_bias, *state, slots, force_flush), dt_limit)
-    if not is_checked("mamba2_decode", seen):
+    optional = (given if given is not None else ABSENT[6 + i] for i, given in enumerate((dt_bias, D, z)))
+    forced = ABSENT[16] if force_flush is None else force_flush
+    tensors = (C, B, x, dt, ABSENT[4], A, *optional, *state, slots, forced)
+    dt_limits = limits(dt_limit)
+    options = (dt_softplus, dt_limits, flush_period, type(flush_period))
+    known = recall("mamba2_decode", tensors, options, backend)
+    if known is None:
         check_mamba2(x, dt, B, C, A, D, z, dt_bias, dt_limit, state, "B")
         check_rows(slots, x.shape[0], force_flush, x.device)
-        remember("mamba2_decode", seen)
-    check_flush_period(flush_period, ring_k)
-    return call(
-        "mamba2_decode",
-        x,
-        dt,
-        B,
-        C,
-        A,
-        D,
-        z,
-        dt_bias,
-        dt_softplus,
-        *dt_limit,
-        *state,
-        slots,
-        flush_period,
-        force_flush,
-        resolve_backend(backend, x.device),
-    )
+        check_flush_period(flush_period, ring_k)
+        rules = Rules(softplus=dt_softplus, dt_min=dt_limits[0], dt_max=dt_limits[1])
+        known = remember("mamba2_decode", tensors, options, backend, _short_way(tensors, rules, flush_period))
+    if known.run is not None and not torch.is_grad_enabled():
+        return known.run(*tensors)
+    inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *dt_limits)
+    return call("mamba2_decode", *inputs, *state, slots, flush_period, force_flush, known.backend)
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _short_way(tensors: tuple[Tensor, ...], rules: Rules, flush_period: int) -> ShortWay:
+    """How a backend runs calls that look like this one, if it has a way that is shorter."""
+
+    def of(backend: ModuleType) -> Callable[..., Any] | None:
+        bind = getattr(backend, "bind_decode", None)
+        run: Callable[..., Any] | None = bind and bind(tensors, rules, flush_period)
+        if run is None or tensors[0].device.type != "cpu":
+            return run
+
+        def checked(*given: Tensor) -> Any:
+            check_slots_on_host(given[15], given[9].shape[0])
+            return run(*given)
+
+        return checked
+
+    return of
 
 
 def _register(schema: str) -> None:
-    """Register the operator: the call goes to the same function of the chosen backend."""
+    """Register the operator: the call goes to the chosen backend."""
     name = schema.partition("(")[0]
+    layer_of = LAYERS[name.removesuffix("_decode")]
 
     def implementation(*args: Any) -> Tensor:
         *inputs, checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, period, forced, backend = args
         check_slots_on_host(slots, checkpoint.shape[0])
         step = Step(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, period, forced)
-        return getattr(backend_module(backend), name)(*inputs, step)
+        return backend_module(backend).decode_step(*layer_of(*inputs), step)
 
     def fake(*args: Any) -> Tensor:
         like = args[0 if name == "mamba2_decode" else 2]

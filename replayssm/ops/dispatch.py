@@ -18,6 +18,7 @@ from replayssm.backends import torch as torch_backend
 
 BACKENDS = ("cpu", "torch", "triton", "cuda")
 OLDEST_CAPABILITY = (8, 0)
+_FASTEST_FIRST = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}  # by device
 
 _LIBRARY = torch.library.Library("replayssm", "DEF")
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
@@ -71,7 +72,8 @@ def unavailable_reason(backend: str, device: str | torch.device | None = None) -
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if backend == "cuda":
         on_gpu = torch.device(device).type == "cuda"
-        return _cuda_kernels() or (None if on_gpu else "its kernels are for tensors on a GPU")
+        # What it has no kernel for runs on triton.
+        return _cuda_kernels() or (_triton_on_gpu() if on_gpu else "its kernels are for tensors on a GPU")
     if torch.device(device).type == "cuda":
         return _triton_on_gpu()
     if find_spec("triton") is None:
@@ -121,7 +123,8 @@ def _look_for_triton() -> str | None:
 def resolve_backend(backend: str, device: str | torch.device | None = None) -> str:
     """The backend that runs, on tensors of ``device`` (default: a GPU if there is one).
 
-    ``"auto"`` is triton on a GPU that it supports, cpu on a CPU that has a C compiler, torch elsewhere.
+    ``"auto"`` is the first that runs: cuda, then triton on a GPU, cpu on a CPU, and torch. It follows from the machine
+    and the device alone, never from a call's shapes: a row must have the same bits in any batch.
 
     Raises:
         ValueError: the backend is unknown or can't run here.
@@ -131,8 +134,10 @@ def resolve_backend(backend: str, device: str | torch.device | None = None) -> s
     if backend == "auto":
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        best = {"cuda": "triton", "cpu": "cpu"}.get(torch.device(device).type, "torch")
-        return best if unavailable_reason(best, device) is None else "torch"
+        for best in _FASTEST_FIRST.get(torch.device(device).type, ()):
+            if unavailable_reason(best, device) is None:
+                return best
+        return "torch"
     reason = unavailable_reason(backend, device)
     if reason is not None:
         raise ValueError(f"backend {backend!r} is not available: {reason}; use 'auto' or 'torch'")

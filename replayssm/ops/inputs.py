@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from replayssm.ops.checks import ACTIVATION_DTYPES, check_rank, check_state, check_tensor
 
 #: checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot
 State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+NO_LIMITS = (0.0, math.inf)  # the default of dt_limit
+UNLIMITED = (-math.inf, math.inf)  # what kernels take for it
 
 
 def check_gdn(
@@ -34,8 +39,8 @@ def check_kda(
     lower_bound: float | None,
     state: State,
     lead: str,
-) -> Tensor:
-    """Check a Kimi Delta Attention layer's projections, parameters and state; returns dt_bias as ``[H, d_k]``."""
+) -> None:
+    """Check a Kimi Delta Attention layer's projections, parameters and state."""
     _check_qkv(q, k, v, state, ("q", "k", "v"), (f"[{lead}, H_k, d_k]", f"[{lead}, H_v, d_v]"))
     heads, head_k_dim, device = k.shape[-2:-1], k.shape[-1], v.device
     if heads != v.shape[-2:-1]:
@@ -50,7 +55,6 @@ def check_kda(
     check_tensor("dt_bias", dt_bias, k.shape[-2:], "[H, d_k]", device=device)
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound is {lower_bound}: a negative number, or None for the softplus gate, is wanted")
-    return dt_bias
 
 
 def check_mamba2(
@@ -85,6 +89,14 @@ def check_dt_limit(dt_limit: tuple[float, float]) -> None:
     dt_min, dt_max = dt_limit if isinstance(dt_limit, tuple) and len(dt_limit) == 2 else (1.0, 0.0)
     if not 0 <= dt_min <= dt_max:
         raise ValueError(f"dt_limit is {dt_limit}: two numbers with 0 <= smallest <= largest are wanted")
+
+
+def limits(dt_limit: tuple[float, float]) -> tuple[float, float]:
+    """The smallest and largest time step as kernels take them: without limits, a negative Δ stays.
+
+    There may be one where there is no softplus; so it is in the recurrence.
+    """
+    return UNLIMITED if dt_limit == NO_LIMITS else dt_limit
 
 
 def _check_qkv(

@@ -17,7 +17,7 @@ from replayssm.backends import fla
 from replayssm.backends.torch import prefill as torch_prefill
 from replayssm.ops.checks import ACTIVATION_DTYPES, check_activation, check_rank, check_tensor
 from replayssm.ops.dispatch import call, register, resolve_backend
-from replayssm.ops.inputs import check_dt_limit
+from replayssm.ops.inputs import check_dt_limit, limits
 
 _GATE = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _DELTA = "float beta_scale, float scale, bool qk_l2norm"
@@ -158,7 +158,7 @@ def mamba2_prefill(
     if z is not None:
         check_tensor("z", z, x.shape, "[total, H, P]", device=x.device)
     check_dt_limit(dt_limit)
-    inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *dt_limit)
+    inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *limits(dt_limit))
     return call("mamba2_prefill", *inputs, initial_state, cu_seqlens, resolve_backend(backend, x.device))
 
 

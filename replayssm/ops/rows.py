@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.backends.step import Records, Step
+from replayssm.backends.step import Layer, Records, Rules, Step
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
+from replayssm.ops.inputs import UNLIMITED
+from replayssm.ops.layers import mamba2
 
 _DELTA = (
     "delta_decode_rows(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
@@ -90,14 +92,12 @@ def mamba2_decode_rows(
     call("mamba2_decode_rows", *inputs, *state, out, resolve_backend(backend, checkpoint.device))
 
 
-def _run(
-    name: str, inputs: tuple[Any, ...], state: tuple[Any, ...], period: int, records: Records, zero_padding: bool
-) -> None:
+def _run(layer: Layer, rules: Rules, state: tuple[Any, ...], period: int, records: Records, zero_padding: bool) -> None:
     checkpoint, ring_u, ring_k, ring_g, write_pos, slots, flush, out, backend = state
     target = out if out.is_contiguous() else None
     step = Step(checkpoint, ring_u, ring_k, ring_g, write_pos, None, slots, period, flush)
     step = step._replace(records=records, out=target, zero_padding=zero_padding)
-    y = getattr(backend_module(backend), name)(*inputs, step)
+    y = backend_module(backend).decode_step(layer, rules, step)
     if y is target:
         return
     out.copy_(y if zero_padding else torch.where((slots < 0)[:, None, None], out, y))
@@ -105,16 +105,15 @@ def _run(
 
 def _delta(*args: Any) -> None:
     q, k, v, a, b, A_log, dt_bias, lower_bound, scale, qk_l2norm, *state = args
-    bound = () if a.dim() == 2 else (lower_bound,)
-    inputs = (q, k, v, a, b, A_log, dt_bias, *bound, 1.0, scale, qk_l2norm)
-    name = "gdn_decode" if a.dim() == 2 else "kda_decode"
-    _run(name, inputs, tuple(state), state[1].shape[2], "normalised", zero_padding=True)
+    rules = Rules(scale, l2_norm=qk_l2norm, lower_bound=lower_bound if a.dim() == 3 else None)
+    layer = Layer(q, k, v, a, b, A_log, dt_bias)
+    _run(layer, rules, tuple(state), state[1].shape[2], "normalised", zero_padding=True)
 
 
 def _mamba2(*args: Any) -> None:
-    inputs, state = args[:9], args[9:]
+    inputs, state = (*args[:9], *UNLIMITED), args[9:]
     period = state[1].shape[2] + 1  # natural flushes are the caller's to decide
-    _run("mamba2_decode", (*inputs, 0.0, float("inf")), state, period, "inputs", zero_padding=False)
+    _run(*mamba2(*inputs), state, period, "inputs", zero_padding=False)
 
 
 register(_DELTA, _delta, lambda *_: None)

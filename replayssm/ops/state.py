@@ -7,17 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.backends.step import ABSENT
 from replayssm.ops.checks import (
     check_count,
     check_rank,
     check_slots_on_host,
     check_state,
     check_tensor,
-    is_checked,
-    look,
-    remember,
 )
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
+from replayssm.ops.known import recall, remember
 
 
 def read_state(
@@ -107,21 +106,14 @@ def advance(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device.
     """
-    seen = look((write_pos, checkpoint_slot, slots, force_flush, counters))
-    if not is_checked("advance", seen):
+    forced = ABSENT[3] if force_flush is None else force_flush
+    tensors = (write_pos, checkpoint_slot, slots, forced, ABSENT[4] if counters is None else counters)
+    known = recall("advance", tensors, (), backend)
+    if known is None:
         _check_cursors(write_pos, checkpoint_slot, slots, force_flush, counters)
-        remember("advance", seen)
+        known = remember("advance", tensors, (), backend)
     check_count("flush_period", flush_period, 1)
-    call(
-        "advance",
-        write_pos,
-        checkpoint_slot,
-        counters,
-        slots,
-        flush_period,
-        force_flush,
-        resolve_backend(backend, write_pos.device),
-    )
+    call("advance", write_pos, checkpoint_slot, counters, slots, flush_period, force_flush, known.backend)
 
 
 def _check_cursors(

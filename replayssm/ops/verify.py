@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from replayssm.backends.step import Step, Window
-from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
-from replayssm.ops.inputs import State, check_gdn, check_kda, check_mamba2
-from replayssm.ops.windows import check_length, check_window, check_window_on_host
+from replayssm.backends.step import ABSENT, Step, Window
+from replayssm.ops.dispatch import backend_module, call, register
+from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2, limits
+from replayssm.ops.known import recall, remember
+from replayssm.ops.windows import all_tokens, check_length, check_window, check_window_on_host
 
 _STATE_SCHEMA = (
     "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, Tensor write_pos, "
@@ -76,13 +77,18 @@ def gdn_verify(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, a number is out of range, or T is too large.
     """
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    check_gdn(q, k, v, a, b, A_log, dt_bias, state, "B, T")
-    rows = _checked_rows(v, state, slots, num_tokens, parents)
+    state, window = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot), (slots, num_tokens, parents)
+    tensors = (q, k, v, a, b, A_log, dt_bias, ABSENT[7], ABSENT[8], *state, *_there(window))
+    options = (beta_scale, scale, qk_l2norm)
+    known = recall("gdn_verify", tensors, options, backend)
+    if known is None:
+        check_gdn(q, k, v, a, b, A_log, dt_bias, state, "B, T")
+        _check_rows(v, ring_u, *window)
+        known = remember("gdn_verify", tensors, options, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     numbers = (beta_scale, scale, qk_l2norm)
-    backend = resolve_backend(backend, v.device)
-    return call("gdn_verify", q, k, v, a, b, A_log, dt_bias, *numbers, *state, *rows, backend)
+    rows = _rows(v, *window)
+    return call("gdn_verify", q, k, v, a, b, A_log, dt_bias, *numbers, *state, *rows, known.backend)
 
 
 def kda_verify(
@@ -123,13 +129,17 @@ def kda_verify(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, a number is out of range, or T is too large.
     """
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    dt_bias = check_kda(q, k, v, a, b, A_log, dt_bias, lower_bound, state, "B, T")
-    rows = _checked_rows(v, state, slots, num_tokens, parents)
+    state, window = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot), (slots, num_tokens, parents)
+    tensors = (q, k, v, a, b, A_log, dt_bias, ABSENT[7], ABSENT[8], *state, *_there(window))
+    options = (lower_bound, beta_scale, scale, qk_l2norm)
+    known = recall("kda_verify", tensors, options, backend)
+    if known is None:
+        check_kda(q, k, v, a, b, A_log, dt_bias, lower_bound, state, "B, T")
+        _check_rows(v, ring_u, *window)
+        known = remember("kda_verify", tensors, options, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    numbers = (lower_bound, beta_scale, scale, qk_l2norm)
-    backend = resolve_backend(backend, v.device)
-    return call("kda_verify", q, k, v, a, b, A_log, dt_bias, *numbers, *state, *rows, backend)
+    inputs = (q, k, v, a, b, A_log, dt_bias.view(k.shape[-2:]), lower_bound, beta_scale, scale, qk_l2norm)
+    return call("kda_verify", *inputs, *state, *_rows(v, *window), known.backend)
 
 
 def mamba2_verify(
@@ -171,20 +181,36 @@ def mamba2_verify(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, a number is out of range, or T is too large.
     """
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    check_mamba2(x, dt, B, C, A, D, z, dt_bias, dt_limit, state, "B, T")
-    rows = _checked_rows(x, state, slots, num_tokens, parents)
-    inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *dt_limit)
-    return call("mamba2_verify", *inputs, *state, *rows, resolve_backend(backend, x.device))
+    state, window = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot), (slots, num_tokens, parents)
+    optional = (given if given is not None else ABSENT[6 + i] for i, given in enumerate((dt_bias, D, z)))
+    tensors = (C, B, x, dt, ABSENT[4], A, *optional, *state, *_there(window))
+    options = (dt_softplus, limits(dt_limit))
+    known = recall("mamba2_verify", tensors, options, backend)
+    if known is None:
+        check_mamba2(x, dt, B, C, A, D, z, dt_bias, dt_limit, state, "B, T")
+        _check_rows(x, ring_u, *window)
+        known = remember("mamba2_verify", tensors, options, backend)
+    inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *limits(dt_limit))
+    return call("mamba2_verify", *inputs, *state, *_rows(x, *window), known.backend)
 
 
-def _checked_rows(
-    v: Tensor, state: State, slots: Tensor, num_tokens: Tensor | None, parents: Tensor | None
+def _there(window: tuple[Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor, ...]:
+    """Slots, num_tokens and parents, for :func:`recall`."""
+    slots, num_tokens, parents = window
+    return slots, ABSENT[16] if num_tokens is None else num_tokens, ABSENT[17] if parents is None else parents
+
+
+def _check_rows(v: Tensor, ring_u: Tensor, slots: Tensor, num_tokens: Tensor | None, parents: Tensor | None) -> None:
+    batch, tokens = v.shape[:2]
+    check_length(tokens, ring_u.shape[2])
+    check_window(slots, num_tokens, parents, batch, tokens, v.device)
+
+
+def _rows(
+    v: Tensor, slots: Tensor, num_tokens: Tensor | None, parents: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Slots, num_tokens and parents, as the operators take them."""
-    batch, tokens = v.shape[:2]
-    check_length(tokens, state[1].shape[2])
-    return slots, check_window(slots, num_tokens, parents, batch, tokens, v.device), parents
+    return slots, all_tokens(v.shape[0], v.shape[1], v.device) if num_tokens is None else num_tokens, parents
 
 
 def _register(schema: str) -> None:

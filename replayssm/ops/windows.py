@@ -23,15 +23,18 @@ def check_length(tokens: int, ring_rows: int | None = None) -> None:
 
 def check_window(
     slots: Tensor, num_tokens: Tensor | None, parents: Tensor | None, batch: int, tokens: int, device: torch.device
-) -> Tensor:
-    """Check which rows and tokens a window has; returns num_tokens, all T where None was given."""
+) -> None:
+    """Check which rows and tokens a window has; num_tokens None: all T."""
     check_tensor("slots", slots, (batch,), "[B]", (torch.int32,), device)
     if parents is not None:
         check_tensor("parents", parents, (batch, tokens), "[B, T]", (torch.int32,), device)
-    if num_tokens is None:
-        return torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    check_tensor("num_tokens", num_tokens, (batch,), "[B]", (torch.int32,), device)
-    return num_tokens
+    if num_tokens is not None:
+        check_tensor("num_tokens", num_tokens, (batch,), "[B]", (torch.int32,), device)
+
+
+def all_tokens(batch: int, tokens: int, device: torch.device) -> Tensor:
+    """num_tokens of a window whose rows use all of it."""
+    return torch.full((batch,), tokens, dtype=torch.int32, device=device)
 
 
 def check_window_on_host(

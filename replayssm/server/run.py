@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import resource
 import signal
 import socket
@@ -124,7 +125,12 @@ def run(engine: Engine, options: ServerOptions, bound: socket.socket) -> None:
         InputError: the address is taken.
     """
     _allow_connections()
-    asyncio.run(_run(engine, options, bound))
+    gc.collect()
+    gc.freeze()  # models and libraries stay: going over all their objects would hold up every stream
+    try:
+        asyncio.run(_run(engine, options, bound))
+    finally:
+        gc.unfreeze()  # else libraries complain at the end of objects that were never collected
 
 
 async def _run(engine: Engine, options: ServerOptions, bound: socket.socket) -> None:

@@ -16,6 +16,8 @@ from replayssm import ops
 from replayssm.ops.checks import check_count
 from replayssm.state.layout import LayerBytes, LayerSpec, LayerState, StateDtypes, layer_bytes
 
+KEPT_INDICES = 16  # lists of slots whose tensors are kept: a prefill asks for some in each layer
+
 
 class SlotError(ValueError):
     """A slot is out of range, was freed, or is not to be written."""
@@ -96,7 +98,7 @@ class ReplayPool:
         self._copied_bytes = 0
         self._use = [_Use.FREE] * num_slots
         self._free = list(range(num_slots))
-        self._indexed: tuple[tuple[int, ...], Tensor] = (), torch.zeros(0, dtype=torch.long, device=self.device)
+        self._indexed: dict[tuple[int, ...], Tensor] = {}
         self._forks: dict[int, set[int]] = {}  # snapshot -> live slots forked from it
 
     # Slots
@@ -106,17 +108,22 @@ class ReplayPool:
         """Slots that :meth:`alloc` can hand out without asking the device for more."""
         return len(self._free)
 
-    def alloc(self, count: int = 1) -> list[int]:
-        """Take slots with a zero state, the lowest numbers first.
+    def alloc(self, count: int = 1, *, zero: bool = True) -> list[int]:
+        """Take slots, the lowest numbers first.
+
+        Args:
+            count: how many.
+            zero: with a zero state; otherwise a prefill must write to them before anything reads them.
 
         Raises:
             SlotError: fewer than ``count`` slots are free; none is taken.
         """
         slots = self._take(count)
-        run = self._index(slots)
-        for state in self._states:
-            state.checkpoint[run] = 0
-            state.conv[run] = 0
+        if zero:
+            run = self._index(slots)
+            for state in self._states:
+                state.checkpoint[run] = 0
+                state.conv[run] = 0
         return slots
 
     def free(self, slots: int | Sequence[int]) -> None:
@@ -178,6 +185,16 @@ class ReplayPool:
         self._forks[dst] = set()
         return dst
 
+    def seal(self, slot: int) -> None:
+        """Make a snapshot of a live slot whose checkpoint a prefill has written: it is forked from now on, not decoded.
+
+        Raises:
+            SlotError: it isn't live.
+        """
+        self._checked_live([slot])
+        self._use[slot] = _Use.SNAPSHOT
+        self._forks[slot] = set()
+
     def materialize(self, src: int, dst: int) -> None:
         """Write the state of ``src`` at its cursor into the live slot ``dst``, with an empty ring.
 
@@ -238,10 +255,16 @@ class ReplayPool:
         index = self._index(self._checked(slots))
         return ops.read_state(**self.fold_args(layer), slots=index.int(), backend=self.backend)
 
-    def write_state(self, layer: int, slots: Sequence[int], state: Tensor) -> None:
+    def write_state(self, layer: int, slots: Sequence[int], state: Tensor, *, kept: bool = False) -> None:
         """Store a prefill's final state ``[B, H_v, d_v, d_k]`` as checkpoint.
 
         After all layers, :meth:`reset_cursors` drops the records that the new checkpoints hold already.
+
+        Args:
+            layer: whose.
+            slots: live ones.
+            state: of each.
+            kept: it is another slot's state that is kept for a snapshot: counted as a copy.
         """
         slots = self._checked_live(slots)
         wanted = (len(slots), *self.layers[layer].checkpoint_shape)
@@ -249,7 +272,11 @@ class ReplayPool:
             raise ValueError(f"state has shape {list(state.shape)}: [B, H_v, d_v, d_k] = {list(wanted)} is wanted")
         checkpoint = self._states[layer].checkpoint
         checkpoint[self._index(slots)] = state.to(checkpoint)
-        self._prefill_bytes += len(slots) * self.bytes_of(layer).checkpoint
+        nbytes = len(slots) * self.bytes_of(layer).checkpoint
+        if kept:
+            self._copied_bytes += nbytes
+        else:
+            self._prefill_bytes += nbytes
 
     def reset_cursors(self, slots: Sequence[int]) -> None:
         """Start anew from the slots' own checkpoints, with empty rings."""
@@ -360,9 +387,15 @@ class ReplayPool:
 
     def _index(self, slots: Sequence[int]) -> Tensor:
         """Slots on the device; the last ones are kept, because layer after layer asks for the same."""
-        if self._indexed[0] != (key := tuple(slots)):
-            self._indexed = key, torch.tensor(slots, dtype=torch.long, device=self.device)
-        return self._indexed[1]
+        key = tuple(slots)
+        if key not in self._indexed:
+            if len(self._indexed) == KEPT_INDICES:
+                del self._indexed[next(iter(self._indexed))]
+            held = torch.tensor(slots, dtype=torch.long)
+            if self.device.type == "cuda":
+                held = held.pin_memory()  # from memory of another kind the host would wait for all that runs
+            self._indexed[key] = held.to(self.device, non_blocking=True)
+        return self._indexed[key]
 
     def _take(self, count: int) -> list[int]:
         if count < 0:

@@ -8,14 +8,12 @@ from typing import Any
 
 from replayssm.backends import torch as _torch_backend
 from replayssm.backends.cpu.build import unavailable_reason
-from replayssm.backends.cpu.kernels import advance, causal_conv1d_update, gdn_decode, kda_decode, mamba2_decode
+from replayssm.backends.cpu.kernels import advance, causal_conv1d_update, decode_step
 
 __all__ = [
     "advance",
     "causal_conv1d_update",
-    "gdn_decode",
-    "kda_decode",
-    "mamba2_decode",
+    "decode_step",
     "unavailable_reason",
 ]
 

@@ -17,6 +17,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from replayssm.folders import cache_folder
+
 COMPILERS = ("cc", "gcc", "clang")
 SOURCES = ("decode.c", "conv.c")
 HEADERS = ("numbers.h",)
@@ -58,13 +60,6 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError:
         return _load_from_temporary_folder(compiler)
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    # By the XDG rules, a path that isn't absolute is ignored. Without a home folder "~" stays as it is.
-    return (Path(given) if Path(given).is_absolute() else Path("~/.cache").expanduser()) / "replayssm"
 
 
 def fingerprint(compiler: str) -> str:

@@ -5,14 +5,13 @@ Arguments: as in :mod:`replayssm.backends.torch.layers`, ``conv`` and ``state``.
 
 from __future__ import annotations
 
-import math
 from struct import Struct
 
 import torch
 from torch import Tensor
 
 from replayssm.backends.cpu.build import library
-from replayssm.backends.step import Step
+from replayssm.backends.step import Layer, Rules, Step
 
 # In the order of `enum dtype` in numbers.h; flags may come in any dtype of one byte.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.bool)
@@ -28,70 +27,11 @@ _CONVOLUTION = Struct(f"@{6 * 6 + 4}q")
 _MOVE = Struct(f"@{5 * 6 + 2}q")
 
 
-def gdn_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-) -> Tensor:
-    """Gated DeltaNet, one token."""
-    layer = (q, k, v, a, b, A_log, dt_bias, None, None)
-    return _decode(layer, step, (0, 0, 0, qk_l2norm, 0), (0.0, beta_scale, scale, 0.0, 0.0))
-
-
-def kda_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-) -> Tensor:
-    """Kimi Delta Attention, one token."""
-    layer = (q, k, v, a, b, A_log, dt_bias, None, None)
-    bounded = lower_bound is not None
-    return _decode(layer, step, (1, 0, bounded, qk_l2norm, 0), (lower_bound or 0.0, beta_scale, scale, 0.0, 0.0))
-
-
-def mamba2_decode(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    step: Step,
-) -> Tensor:
-    """Mamba-2, one token."""
-    if dt_min == 0.0 and dt_max == math.inf:
-        dt_min = -math.inf  # no limits: a negative Δ, possible without softplus, stays
-    layer = (C, B, x, dt, None, A, dt_bias, D, z)
-    return _decode(layer, step, (0, 1, 0, 0, dt_softplus), (0.0, 0.0, 1.0, dt_min, dt_max))
-
-
-def _decode(
-    layer: tuple[Tensor | None, ...], step: Step, options: tuple[int, ...], numbers: tuple[float, ...]
-) -> Tensor:
-    v, out = layer[2], step.out
-    assert v is not None
+def decode_step(layer: Layer, rules: Rules, step: Step) -> Tensor:
+    """One token of any layer."""
+    options = (layer.channel, layer.b is None, rules.lower_bound is not None, rules.l2_norm, rules.softplus)
+    numbers = (rules.lower_bound or 0.0, rules.beta_scale, rules.scale, rules.dt_min, rules.dt_max)
+    v, out = layer.v, step.out
     if out is None or out.dtype != v.dtype:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         if not step.zero_padding:

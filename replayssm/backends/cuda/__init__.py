@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 from replayssm.backends.cuda.build import missing_package
-from replayssm.backends.cuda.decode import gdn_decode, kda_decode, mamba2_decode
+from replayssm.backends.cuda.decode import bind_decode, decode_step
+from replayssm.backends.cuda.verify import gdn_verify, kda_verify, mamba2_verify
 
-__all__ = ["gdn_decode", "kda_decode", "mamba2_decode", "unavailable_reason"]
+__all__ = [
+    "bind_decode",
+    "decode_step",
+    "gdn_verify",
+    "kda_verify",
+    "mamba2_verify",
+    "unavailable_reason",
+]
 
 OLDEST_CAPABILITY = (9, 0)
 

@@ -6,16 +6,20 @@ key head. The cut changes no bit of the result, so it may depend on the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
 HEAD_K_DIMS = (64, 128, 256)
 LARGEST_HEAD_V_DIM = 256
 UNITS = 16  # records that a kernel takes at once
-#: Rows of float32 states on a multiprocessor from which two warps for 64 rows are faster than four.
-MANY_ROWS = 3000
-STATE_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+#: Rows of states for each multiprocessor from which blocks stay; from which they take half tiles, whole ones again; and
+#: from which they are fewer, with a 16-bit state.
+FEW_ROWS, SOME_ROWS, MANY_ROWS, VERY_MANY_ROWS = 400, 800, 2500, 6000
+MOST_REGISTERS = 168  # that a thread is given
+#: What blocks share, and what of the memory each has reserved.
+MULTIPROCESSOR = {"registers": 65536, "shared_bytes": 228 * 1024, "reserved": 1024}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Shape:
     num_v_heads: int
     ring_rows: int
     state_dtype: torch.dtype
+    update_dtype: torch.dtype = torch.float32  # of the ring; its keys are in the activations'
 
     def unsupported(self) -> str | None:
         """None if there is a kernel, else why not."""
@@ -41,47 +46,45 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        return self.head_k_dim * STATE_BYTES[self.state_dtype]
+        return self.head_k_dim * self.state_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of threads: the rows of a tile, the warps that share it, how many tiles it takes, how many at once."""
+    """A block of threads: the rows of a tile, the warps that share it, and how many of them a multiprocessor runs."""
 
     rows: int
     warps: int
-    tiles: int
-    stages: int
     registers: int  # of a thread, at most
+    resident: int = 0  # blocks of a multiprocessor, which take tile after tile; 0: each block takes one
     eager: bool = False  # fetch ring rows before it is known which are needed: one wait less, up to twice the bytes
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
-    @property
-    def span(self) -> int:
-        return self.rows * self.tiles
-
     def shared_bytes(self, shape: Shape, activations: torch.dtype) -> int:
         """The size of `Memory` in config.cuh."""
-        heads = 1 if shape.channel else max(1, self.span // shape.head_v_dim)
-        key_heads = max(1, heads // shape.group)
-        records = -(-shape.ring_rows // UNITS) * UNITS
-        keys = 4 * shape.head_k_dim * (shape.ring_rows + 1) if shape.channel else 32
-        vectors = 2 * shape.head_k_dim * activations.itemsize * key_heads
+        d_k, ring, heads = shape.head_k_dim, shape.ring_rows, max(1, self.rows // shape.head_v_dim)
+        records = ring * (d_k * activations.itemsize + self.rows * shape.update_dtype.itemsize)
+        decays = 4 * d_k * (ring + 1) if shape.channel else 32
         split = shape.state_dtype.itemsize == 2 and (shape.channel or activations != shape.state_dtype)
-        terms = key_heads * (12 * shape.head_k_dim if split else 8 * shape.state_dtype.itemsize)
-        decays = heads * (16 + (16 if shape.channel else 4 * records))
-        small = 8 * self.rows + key_heads * (8 * records + 16) + decays + 8 * self.stages
-        return -(-(self.stages * self.rows * shape.row_bytes + keys + vectors + terms + small) // 128) * 128
+        terms = 12 * d_k if split else 8 * shape.state_dtype.itemsize
+        unit_rows = -(-ring // UNITS) * UNITS
+        small = 2 * d_k * activations.itemsize + terms + 8 * self.rows + 8 * unit_rows + 16 + 24
+        after = heads * (16 + (16 if shape.channel else 4 * unit_rows))
+        return -(-(self.rows * shape.row_bytes + records + decays + small + after) // 128) * 128
 
     def fits(self, shape: Shape) -> bool:
         """Whether it divides the heads as config.cuh demands."""
-        d_v, heads = shape.head_v_dim, max(1, self.span // shape.head_v_dim)
-        whole = self.span % d_v == 0 and shape.num_v_heads % heads == 0
-        of_keys = shape.channel or shape.group % heads == 0 or heads % shape.group == 0
-        return (d_v % self.span == 0 or whole) and of_keys and self.stages <= self.tiles
+        d_v, heads = shape.head_v_dim, self.rows // shape.head_v_dim
+        if d_v % self.rows == 0:
+            return True
+        return self.rows % d_v == 0 and shape.group % heads == 0 and not shape.channel
+
+    def count(self, items: int, multiprocessors: int) -> int:
+        """Blocks of a step with so many tiles in all."""
+        return min(items, self.resident * multiprocessors) if self.resident else items
 
 
 def choose(
@@ -89,24 +92,50 @@ def choose(
 ) -> Block | None:
     """The block for a step of so many rows of states in all, or None if none fits a multiprocessor.
 
-    A large batch takes blocks of 32 KiB, or of a whole head with a channel gate, where a head's decays cost so much. A
-    small one is cut finer, so that every multiprocessor has its part. These are the fastest of up to nine cuts that
-    were measured on an H200 (docs/performance.md); there, several tiles in a block were slower than one.
+    The more rows, the larger the tiles, and from FEW_ROWS on blocks stay and take tile after tile. These are the
+    fastest of those that were measured on an H200 (docs/performance.md).
     """
-    wide = shape.state_dtype == torch.float32 and not shape.channel
-    largest = 128 if shape.channel else 32 * 1024 // shape.row_bytes
-    at_most = max(32, min(largest, 2 * batch_rows // (7 * multiprocessors)))  # 3.5 blocks on each multiprocessor
-    large = at_most == largest and (not wide or batch_rows > MANY_ROWS * multiprocessors)
-    while at_most >= 16:
+    each, whole = batch_rows // multiprocessors, 32 * 1024 // shape.row_bytes
+    at_most = min(64, whole) if each < FEW_ROWS else whole
+    if shape.channel and each >= MANY_ROWS:  # a whole head, whose decays cost so much
+        at_most = min(128, 2 * whole)
+    block = half_tile(shape, whole) if SOME_ROWS <= each < MANY_ROWS else None
+    while block is None or block.shared_bytes(shape, activations) > shared_limit:
+        if at_most < 16:
+            return None
         rows = rows_up_to(shape, at_most)
-        warps = 2 if large and wide and rows == 64 else warps_for(rows)
-        # So many registers that nothing is spilled, so few that blocks share a multiprocessor.
-        tight = warps > 2 and shape.head_k_dim <= 128 and not (shape.channel and shape.state_dtype == torch.float32)
-        block = Block(rows, warps, 1, 1, 104 if tight else 168, eager=not large)
-        if block.shared_bytes(shape, activations) <= shared_limit:
-            return block
+        block = Block(rows, warps_for(shape, rows), MOST_REGISTERS)
         at_most //= 2
-    return None
+    block = replace(block, eager=each < SOME_ROWS)
+    if each < FEW_ROWS:
+        return block
+    return staying(block, shape, activations, registers_for(shape, block, activations, each))
+
+
+def half_tile(shape: Shape, whole: int) -> Block | None:
+    """Of 16 KiB, where that divides the heads and isn't slower."""
+    rows = whole // 2
+    if rows < 32 or rows_up_to(shape, rows) != rows or (shape.channel and shape.state_dtype == torch.float32):
+        return None
+    return Block(rows, rows // 16 if shape.channel else max(2, rows // 32), MOST_REGISTERS)
+
+
+def registers_for(shape: Shape, block: Block, activations: torch.dtype, each: int) -> int:
+    """Of a thread: so many that nothing is spilled, and that a very large batch has one block fewer."""
+    if shape.head_k_dim > 128 or activations.itemsize > 2 or shape.state_dtype == torch.float16:
+        return 128
+    small_state = shape.state_dtype.itemsize == 2
+    if shape.channel:
+        return 96 if small_state and block.rows <= 64 else 128
+    return 128 if small_state and shape.delta and each >= VERY_MANY_ROWS else 96
+
+
+def staying(block: Block, shape: Shape, activations: torch.dtype, registers: int) -> Block:
+    """The same in as many blocks as a multiprocessor of Hopper has room for, which take tile after tile."""
+    has = MULTIPROCESSOR
+    by_memory = has["shared_bytes"] // (block.shared_bytes(shape, activations) + has["reserved"])
+    resident = max(1, min(by_memory, has["registers"] // (registers * block.threads)))
+    return replace(block, resident=resident, registers=registers)
 
 
 def rows_up_to(shape: Shape, at_most: int) -> int:
@@ -121,7 +150,21 @@ def rows_up_to(shape: Shape, at_most: int) -> int:
     return next((rows for rows in parts if found * 2 < at_most < rows < at_most * 2), found)
 
 
-def warps_for(rows: int) -> int:
-    """Four or more where there are the rows."""
-    per_warp = next((n for n in (32, 16) if rows % n == 0 and rows // n >= 4), 8)
+def warps_for(shape: Shape, rows: int) -> int:
+    """Four or more where there are the rows, or eight for a tile of 64 KiB."""
+    least = 4 if rows * shape.row_bytes < 64 * 1024 else 8
+    per_warp = next((n for n in (32, 16) if rows % n == 0 and rows // n >= least), 8)
     return rows // per_warp
+
+
+def candidates(shape: Shape, activations: torch.dtype, shared_limit: int) -> list[Block]:
+    """Cuts that are worth measuring: every one that divides the layer and fits a multiprocessor."""
+    found = []
+    for rows, warps in product((16, 32, 64, 128), (2, 4)):
+        block = Block(rows, warps, MOST_REGISTERS)
+        if rows // warps not in (8, 16, 32) or not block.fits(shape):
+            continue
+        if block.shared_bytes(shape, activations) <= shared_limit:
+            registers = registers_for(shape, block, activations, 0)
+            found += [block, replace(block, eager=True), staying(block, shape, activations, registers)]
+    return found

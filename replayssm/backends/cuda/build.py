@@ -15,19 +15,23 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from replayssm.backends.cpu.build import BuildError, cache_folder
+from replayssm.backends.cpu.build import BuildError
+from replayssm.folders import cache_folder
 
-SOURCES = ("device.cuh", "config.cuh", "gates.cuh", "products.cuh", "flush.cuh", "decode.cu")
+SOURCES = ("device.cuh", "rules.cuh", "config.cuh", "gates.cuh", "items.cuh", "products.cuh", "flush.cuh", "decode.cu")
+VERIFY = ("device.cuh", "rules.cuh", "window.cuh", "window_gates.cuh", "window_products.cuh", "fold.cuh", "verify.cu")
 STANDARD = "c++17"
+
+_refused: dict[str, str] = {}  # what could not be compiled in this process, and why: it isn't tried again
 
 __all__ = ["BuildError", "compile_source", "machine_code", "missing_package", "source"]
 
 
 @cache
-def source() -> str:
-    """All of the kernels' source, as one text: what the compiler gets."""
+def source(files: tuple[str, ...] = SOURCES) -> str:
+    """A kernel's source, as one text: what the compiler gets."""
     folder = Path(__file__).parent
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in files)
 
 
 def missing_package() -> str | None:
@@ -39,29 +43,37 @@ def missing_package() -> str | None:
     return None if found else "cuda-core is not installed, which compiles its kernels"
 
 
-def machine_code(macros: dict[str, str], architecture: str) -> bytes:
+def machine_code(macros: dict[str, str], architecture: str, files: tuple[str, ...] = SOURCES) -> bytes:
     """A kernel as a cubin, from the cache or from the compiler.
 
     Args:
         macros: what the source leaves open.
         architecture: for instance ``"sm_90a"``.
+        files: what it is made of.
 
     Raises:
         BuildError: it is not in the cache and can't be compiled.
     """
-    path = cache_folder() / f"cuda-{fingerprint(macros, architecture)}.cubin"
+    name = fingerprint(macros, architecture, files)
+    path = cache_folder() / f"cuda-{name}.cubin"
     kept = _read(path)
     if kept is not None:
         return kept
-    code = compile_source(macros, architecture)
+    if name in _refused:
+        raise BuildError(_refused[name])
+    try:
+        code = compile_source(macros, architecture, files)
+    except BuildError as error:
+        _refused[name] = str(error)
+        raise
     with contextlib.suppress(OSError):  # a cache that can't be written only costs time
         _write(path, code)
     return code
 
 
-def fingerprint(macros: dict[str, str], architecture: str) -> str:
+def fingerprint(macros: dict[str, str], architecture: str, files: tuple[str, ...] = SOURCES) -> str:
     """A hash of what the machine code depends on."""
-    parts = [source(), STANDARD, architecture, *(f"{name}={value}" for name, value in sorted(macros.items()))]
+    parts = [source(files), STANDARD, architecture, *(f"{name}={value}" for name, value in sorted(macros.items()))]
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode()
@@ -69,7 +81,7 @@ def fingerprint(macros: dict[str, str], architecture: str) -> str:
     return digest.hexdigest()[:20]
 
 
-def compile_source(macros: dict[str, str], architecture: str) -> bytes:
+def compile_source(macros: dict[str, str], architecture: str, files: tuple[str, ...] = SOURCES) -> bytes:
     """Compile with NVRTC.
 
     Raises:
@@ -81,7 +93,7 @@ def compile_source(macros: dict[str, str], architecture: str) -> bytes:
         except ImportError:  # before its release 1.0
             from cuda.core.experimental import Program, ProgramOptions
         options = ProgramOptions(std=STANDARD, arch=architecture, define_macro=list(macros.items()))
-        code = Program(source(), "c++", options).compile("cubin").code
+        code = Program(source(files), "c++", options).compile("cubin").code
     except Exception as error:  # cuda-core's own kinds of errors differ between its releases
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise BuildError(f"NVRTC can't compile the kernel for {architecture}: {said[:400]}") from error

@@ -1,15 +1,5 @@
 // What a decode kernel is compiled for, its arguments, and a block's shared memory.
 
-enum flag {
-    L2_NORM = 1,
-    SOFTPLUS = 2,
-    BOUNDED = 4,
-    ROW_CURSORS = 8,     // write_pos is [B], and each slot reads its own checkpoint
-    NORMAL_KEYS = 16,    // a record is (u, k, g) with the normalised key
-    INPUT_RECORDS = 32,  // a record is (x, B, Δ)
-    ZERO_PADDING = 64,
-};
-
 // As `_PARAMS` in decode.py. Strides in elements.
 struct Params {
     const void *q, *k, *v, *a, *b, *rate, *bias, *d, *z;
@@ -21,6 +11,7 @@ struct Params {
     int checkpoint_stride, ring_u_stride, ring_k_stride, ring_g_stride;
     float scale, beta_scale, lower_bound, dt_min, dt_max;
     int flush_period;
+    u32 items, blocks;  // tiles in the whole batch; blocks, each of which takes every blocks-th of them
 };
 
 // Everything that is the same in each step of a layer is a constant here: a block runs so few instructions for each
@@ -31,61 +22,57 @@ struct Case {
     static constexpr bool DELTA = CASE_DELTA;      // rule
     using C = CASE_C;                              // types: checkpoint,
     using X = CASE_X;                              // activations,
-    using U = CASE_U;                              // rings,
-    using K = CASE_K;
+    using U = CASE_U;                              // the ring's updates, its keys being X;
     using A = CASE_A;  // the gate's inputs and the parameters; none for those that aren't there
     using B = CASE_B;
     using RATE = CASE_RATE;
     using BIAS = CASE_BIAS;
     using D = CASE_D;
     using Z = CASE_Z;
-    static constexpr int FLAGS = CASE_FLAGS;
+    static constexpr bool L2_NORM = CASE_FLAGS & 1, SOFTPLUS = CASE_FLAGS & 2, BOUNDED = CASE_FLAGS & 4;
+    static constexpr bool ROW_CURSORS = CASE_FLAGS & 8;     // write_pos is [B], and each slot reads its own checkpoint
+    static constexpr bool NORMAL_KEYS = CASE_FLAGS & 16;    // a record is (u, k, g) with the normalised key
+    static constexpr bool INPUT_RECORDS = CASE_FLAGS & 32;  // a record is (x, B, Δ)
+    static constexpr bool ZERO_PADDING = CASE_FLAGS & 64;
     static constexpr int FORCE_BYTES = CASE_FORCE_BYTES;  // of a flag in force_flush, 0 without
     static constexpr int V_HEADS = CASE_V_HEADS, GROUP = CASE_GROUP, D_V = CASE_D_V, D_K = CASE_D_K;
     static constexpr int RING = CASE_RING;  // rows
-    static constexpr int ROWS = CASE_ROWS;      // of a tile
-    static constexpr int TILES = CASE_TILES;    // that a block takes one after the other
-    static constexpr int STAGES = CASE_STAGES;  // of them in shared memory at once
+    static constexpr int ROWS = CASE_ROWS;  // of a block's tile
     static constexpr int WARPS = CASE_WARPS, THREADS = 32 * WARPS;
+    static constexpr bool STAYS = CASE_STAYS;  // take tile after tile
     static constexpr bool EAGER = CASE_EAGER;  // fetch ring rows before the cursor says which are needed
 
+    static constexpr u32 TILES = V_HEADS * D_V / ROWS;         // of a slot
     static constexpr int RPW = ROWS / WARPS;                   // rows of a warp
     static constexpr int OWN = RPW > 32 ? RPW / 32 : 1;        // rows of a thread, one after the other
     static constexpr int HEADS = ROWS > D_V ? ROWS / D_V : 1;  // of a tile
-    static constexpr int SPAN = TILES * ROWS;
-    static constexpr int SPAN_HEADS = SPAN > D_V ? SPAN / D_V : 1;
-    // A part is what a block prepares together: all of its heads, or, with a channel gate's large decays, one.
-    static constexpr int PARTS = CHANNEL ? SPAN_HEADS : 1;
-    static constexpr int PART_TILES = TILES / PARTS;
-    static constexpr int PART_HEADS = SPAN_HEADS / PARTS;
-    static constexpr int KEY_HEADS = PART_HEADS > GROUP ? PART_HEADS / GROUP : 1;  // of a part
-    static constexpr int COLUMNS = 16;                       // of a lane, in sums over rows
-    static constexpr int LANES = D_K / COLUMNS;              // that share a row
-    static constexpr int PASS = 32 / LANES;                  // rows that a warp reads at once
+    static constexpr int WIDTH = ROWS < D_V ? ROWS : D_V;      // of a tile's rows, those in one head
+    static constexpr int COLUMNS = 16;                         // of a lane, in sums over rows
+    static constexpr int LANES = D_K / COLUMNS;                // that share a row
+    static constexpr int PASS = 32 / LANES;                    // rows that a warp reads at once
     static constexpr int VECTOR = 16 / static_cast<int>(sizeof(C));  // consecutive columns of a lane
     static constexpr int PIECES = COLUMNS / VECTOR;
-    static constexpr int UNITS = 16;  // records that are fetched at once
+    static constexpr int UNITS = 16;  // records that are taken at once
     static constexpr int UNIT_ROWS = (RING + UNITS - 1) / UNITS * UNITS;
-    static constexpr bool HALF_WIDE = sizeof(X) == 2;
     // Products on the matrix units: of a 16-bit checkpoint with q and k; of 16-bit keys with q and k.
     static constexpr bool MATRIX = sizeof(C) == 2;
-    static constexpr bool MATRIX_SCORES = !CHANNEL && sizeof(K) == 2 && same<K, X>::value;
-    static constexpr bool MATRIX_FLUSH = MATRIX_SCORES && same<K, bf16>::value && same<C, bf16>::value;
+    static constexpr bool MATRIX_SCORES = !CHANNEL && sizeof(X) == 2;
     static constexpr int MATRICES = (RPW + 15) / 16;  // left operands that a warp's rows make
-    static constexpr bool HALF = RPW == 8;         // the lower eight rows of the only tile are none
-    // q and k as sums of so many numbers of the checkpoint's type.
+    static constexpr bool HALF = RPW == 8;            // the lower eight rows of the only one are none
+    // Whether q and k are numbers of the checkpoint's type, or have to be sums of three such.
     static constexpr bool EXACT = !CHANNEL && same<C, X>::value;
     static constexpr bool SPLIT = MATRIX && !EXACT;
-    static constexpr int TERMS = SPLIT ? 3 : 1;
+    // In a flush: updates and keys as sums of so many numbers in bfloat16, which leaves 2^-24 or, where the checkpoint
+    // itself has 16 bits, 2^-16.
+    static constexpr int UPDATE_TERMS = sizeof(C) == 4 ? 3 : 2;
+    static constexpr int KEY_TERMS = !CHANNEL && same<X, bf16>::value ? 1 : UPDATE_TERMS;
 
+    static_assert(WARPS > 1, "one warp has the decays to work out, another the products");
     static_assert(ROWS % WARPS == 0 && RPW % PASS == 0, "rows don't divide into passes of warps");
     static_assert(RPW <= 32 || RPW == 64 || RPW == 128, "rows don't divide into those of threads");
-    static_assert(!MATRIX || RPW % 16 == 0 || RPW == 8, "a matrix product takes 16 rows, or 8 and nothing");
+    static_assert(RPW % 16 == 0 || RPW == 8, "a matrix product takes 16 rows, or 8 and nothing");
     static_assert(D_V % ROWS == 0 || ROWS % D_V == 0, "a tile is a part of a head, or whole heads");
-    static_assert(D_V % SPAN == 0 || SPAN % D_V == 0, "a block has a part of a head, or whole heads");
-    static_assert(GROUP % PART_HEADS == 0 || PART_HEADS % GROUP == 0, "a block has heads of a key head, or all of some");
-    static_assert(GROUP % HEADS == 0, "a tile has one key head");
-    static_assert(STAGES <= TILES && V_HEADS % SPAN_HEADS == 0, "there are not as many tiles");
+    static_assert(GROUP % HEADS == 0 && V_HEADS % HEADS == 0, "a tile has one key head");
     static_assert(HEADS == 1 || (!CHANNEL && D_V % 16 == 0), "a pass lies in one head");
 };
 
@@ -107,17 +94,20 @@ struct alignas(16) Head {
 
 // `shared_bytes` in blocks.py counts the same.
 template <class F> struct alignas(128) Memory {
-    typename F::C tile[F::STAGES][F::ROWS * F::D_K];
-    float keys[F::CHANNEL ? F::RING * F::D_K : 4];  // channel gate: decayed keys
-    float total[F::CHANNEL ? F::D_K : 4];           // and the decay of the checkpoint
-    typename F::X q[F::KEY_HEADS][F::D_K], k[F::KEY_HEADS][F::D_K];
-    typename F::C terms[F::KEY_HEADS][F::SPLIT ? 6 : 1][F::SPLIT ? F::D_K : 8];  // of q, of k, the next of q, ...
-    Pair sums[F::ROWS];                                // S q and S k of a tile
-    Pair scores[F::KEY_HEADS][F::UNIT_ROWS];           // k_j·q and k_j·k, zero behind the cursor
-    float after[F::PART_HEADS][F::CHANNEL ? 4 : F::UNIT_ROWS];  // head gate: decays of the records, likewise
-    Products products[F::KEY_HEADS];
-    Head heads[F::PART_HEADS];
-    u64 barrier[F::STAGES];
+    typename F::C tile[F::ROWS * F::D_K];
+    // The committed records. A channel gate's log decays make way for the decayed keys.
+    typename F::X ring_k[F::RING * F::D_K];
+    typename F::U ring_u[F::HEADS * F::RING * F::WIDTH];
+    float keys[F::CHANNEL ? F::RING * F::D_K : 4];
+    float total[F::CHANNEL ? F::D_K : 4];  // and the decay of the checkpoint
+    typename F::X q[F::D_K], k[F::D_K];
+    typename F::C terms[F::SPLIT ? 6 : 1][F::SPLIT ? F::D_K : 8];  // of q, of k, the next of q, ...
+    Pair sums[F::ROWS];                                    // S q and S k of a tile
+    Pair scores[F::UNIT_ROWS];                             // k_j·q and k_j·k
+    float after[F::HEADS][F::CHANNEL ? 4 : F::UNIT_ROWS];  // head gate: decays of the records
+    Products products;
+    Head heads[F::HEADS];
+    u64 keys_come, updates_come, tile_comes;  // barriers
 };
 
 // Which row of the batch, and where its slot stands.
@@ -126,11 +116,19 @@ struct Row {
     bool flush;
 };
 
-template <class T> DEVICE float load(const void* from, i64 at) {
+// A number in its own type, and as a float: 0 where there is none.
+template <class T> DEVICE T fetched(const void* from, i64 at) {
+    if constexpr (same<T, none>::value)
+        return none{};
+    else
+        return static_cast<const T*>(from)[at];
+}
+
+template <class T> DEVICE float number(T x) {
     if constexpr (same<T, none>::value)
         return 0.0f;
     else
-        return to_float(static_cast<const T*>(from)[at]);
+        return to_float(x);
 }
 
 // Where a slot's own tensors lie.
@@ -138,8 +136,8 @@ template <class F> DEVICE typename F::C* checkpoint_of(const Params& p, int slot
     return static_cast<typename F::C*>(p.checkpoint) + static_cast<i64>(slot) * p.checkpoint_stride + first_row * F::D_K;
 }
 
-template <class F> DEVICE typename F::K* ring_k_of(const Params& p, int slot, int key_head) {
-    return static_cast<typename F::K*>(p.ring_k) + static_cast<i64>(slot) * p.ring_k_stride +
+template <class F> DEVICE typename F::X* ring_k_of(const Params& p, int slot, int key_head) {
+    return static_cast<typename F::X*>(p.ring_k) + static_cast<i64>(slot) * p.ring_k_stride +
            key_head * (F::RING * F::D_K);
 }
 

@@ -1,58 +1,28 @@
 // One decode step by replay, for both gates and both rules (equations: replayssm/backends/torch/decode.py, same letters).
 //
-// A slot's states are one matrix [H_v d_v, d_k]. A block takes some of its rows, tile after tile; bulk copies bring the
-// next tiles in while it works on one. Before the first it computes what its rows share: the products of the ring's
-// keys with q and k, and the decays. A thread answers for rows of its own. An output's order of summation depends on
-// nothing but types and d_k, so neither batch nor cut changes a bit.
-
-// Updates of 16 records, for the thread's rows.
-template <class F> struct Updates {
-    Few<typename F::U, F::OWN> record[F::UNITS];
-
-    DEVICE void fetch(const typename F::U* ring_u, int first, int rows, bool owner) {
-#pragma unroll
-        for (int i = 0; i < F::UNITS; ++i)
-            if (owner && first + i < rows)
-                record[i] = *reinterpret_cast<const Few<typename F::U, F::OWN>*>(ring_u + (first + i) * F::D_V);
-    }
-};
+// A slot's states are one matrix [H_v d_v, d_k]. An item is some of its rows; a block takes item after item. A block first
+// works out what the item's rows share: the decays, and the products of the ring's keys with q and k. A thread answers
+// for rows of its own. An output's order of summation depends on nothing but types and d_k, so neither batch nor cut
+// changes a bit.
 
 // The records' part of S q and S k, for the thread's own rows.
 template <class F>
-DEVICE void replay_records(const Row& at, const Pair* scores, const float* after, const typename F::U* ring_u,
-                           Updates<F>& updates, bool owner, Pair (&sums)[F::OWN]) {
-    for (int first = 0; first < at.cursor; first += F::UNITS) {
-        if (first) updates.fetch(ring_u, first, at.cursor, owner);
+DEVICE void replay_records(const Memory<F>& m, const Row& at, int in_tile, int head, Pair (&sums)[F::OWN]) {
+    using U = typename F::U;
+    const U* ring_u = m.ring_u + head * (F::RING * F::WIDTH) + in_tile % F::WIDTH;
+#pragma unroll 3  // with four, registers would be spilled
+    for (int j = 0; j < at.cursor; ++j) {
+        const auto record = *reinterpret_cast<const Few<U, F::OWN>*>(ring_u + j * F::WIDTH);
+        const Pair score = m.scores[j];
+        const float decay = F::CHANNEL ? 1.0f : m.after[head][j];
 #pragma unroll
-        for (int i = 0; i < F::UNITS; ++i) {
-            if (first + i < at.cursor) {
-                const Pair score = scores[first + i];
-                const float decay = F::CHANNEL ? 1.0f : after[first + i];
-#pragma unroll
-                for (int r = 0; r < F::OWN; ++r) {
-                    const float u = to_float(updates.record[i].x[r]) * decay;
-                    sums[r].q = fmaf(u, score.q, sums[r].q);
-                    if (F::DELTA) sums[r].k = fmaf(u, score.k, sums[r].k);
-                }
-            }
+        for (int r = 0; r < F::OWN; ++r) {
+            const float u = to_float(record.x[r]) * decay;
+            sums[r].q = fmaf(u, score.q, sums[r].q);
+            if (F::DELTA) sums[r].k = fmaf(u, score.k, sums[r].k);
         }
     }
 }
-
-// What a thread's own rows have of a token's inputs.
-template <class F> struct Inputs {
-    float v[F::OWN], z[F::OWN], skip[F::OWN];
-
-    DEVICE void fetch(const Params& p, const Row& at, int row) {
-        const int head = row / F::D_V, dim = row % F::D_V;
-#pragma unroll
-        for (int r = 0; r < F::OWN; ++r) {
-            v[r] = load<typename F::X>(p.v, static_cast<i64>(at.row) * p.v_row + head * p.v_head + dim + r);
-            z[r] = load<typename F::Z>(p.z, static_cast<i64>(at.row) * p.z_row + head * p.z_head + dim + r);
-            skip[r] = load<typename F::D>(p.d, static_cast<i64>(head) * p.d_head + (dim + r) * p.d_dim);
-        }
-    }
-};
 
 template <class F> DEVICE bool must_flush(const Params& p, const Row& at) {
     bool flush = at.cursor >= p.flush_period - 1;
@@ -69,21 +39,22 @@ DEVICE void finish_rows(const Params& p, Memory<F>& m, const Row& at, int row, i
     Few<typename F::U, F::OWN> record;
 #pragma unroll
     for (int r = 0; r < F::OWN; ++r) {
+        const float v = to_float(in.v[r]);
         const Pair state = m.sums[in_tile + r];
         const float sq = fmaf(state.q, h.total, ring[r].q);
         float y, update, kept;
         if (F::DELTA) {
             const float sk = fmaf(state.k, h.total, ring[r].k);
-            const float change = h.beta * (in.v[r] - shared.k_norm * sk);
+            const float change = h.beta * (v - shared.k_norm * sk);
             update = change * shared.k_norm;
             y = fmaf(update, shared.kq, sq) * (shared.q_norm * p.scale);
-            kept = F::FLAGS & NORMAL_KEYS ? change : update;
+            kept = F::NORMAL_KEYS ? change : update;
         } else {
-            update = h.input * in.v[r];
+            update = h.input * v;
             y = fmaf(update, shared.kq, sq);
-            if (!same<typename F::D, none>::value) y = fmaf(in.skip[r], in.v[r], y);
-            if (!same<typename F::Z, none>::value) y *= in.z[r] * sigmoid(in.z[r]);
-            kept = F::FLAGS & INPUT_RECORDS ? in.v[r] : update;
+            if (!same<typename F::D, none>::value) y = fmaf(number(in.skip[r]), v, y);
+            if (!same<typename F::Z, none>::value) y *= number(in.z[r]) * sigmoid(number(in.z[r]));
+            kept = F::INPUT_RECORDS ? v : update;
         }
         // u holds the factor that normalises k: infinity would stay for good
         if (same<typename F::U, f16>::value) kept = fminf(fmaxf(kept, -65504.0f), 65504.0f);
@@ -97,171 +68,133 @@ DEVICE void finish_rows(const Params& p, Memory<F>& m, const Row& at, int row, i
         *reinterpret_cast<Few<typename F::U, F::OWN>*>(ring_u_of<F>(p, at.slot, row) + at.cursor * F::D_V) = record;
 }
 
-// q and k of a part's key heads into shared memory.
-template <class F> DEVICE void stage_inputs(const Params& p, Memory<F>& m, const Row& at, int key_head) {
-    using X = typename F::X;
-    const X* q = static_cast<const X*>(p.q) + static_cast<i64>(at.row) * p.q_row + key_head * p.q_head;
-    const X* k = static_cast<const X*>(p.k) + static_cast<i64>(at.row) * p.k_row + key_head * p.k_head;
-#pragma unroll
-    for (int n = 0; n < F::KEY_HEADS * F::D_K; n += F::THREADS) {
-        const int i = n + threadIdx.x, local = i / F::D_K, c = i % F::D_K;
-        if (F::KEY_HEADS * F::D_K % F::THREADS == 0 || i < F::KEY_HEADS * F::D_K) {
-            m.q[local][c] = q[local * p.q_head + c];
-            m.k[local][c] = k[local * p.k_head + c];
-        }
-    }
-}
-
-// What a part's rows share, from staged inputs: decays and products. `keys`: of the warp's first key head.
+// What an item's rows share, from staged inputs and the ring's keys: decays and products. All threads together.
 template <class F>
-DEVICE void prepare(const Params& p, Memory<F>& m, const Row& at, int first_head, bool append, KeyTile<F>& keys, int warp,
-                    int lane) {
-    const int key_head = first_head / F::GROUP;
-    if constexpr (!F::CHANNEL)
-        for (int n = warp; n < F::PART_HEADS; n += F::WARPS)
-            head_decays<F>(p, m, at, first_head + n, n, append, lane);
-    for (int n = F::WARPS - 1 - warp; n < F::KEY_HEADS; n += F::WARPS) {
-        share_products<F>(m, n, lane);
-        if constexpr (F::MATRIX_SCORES) {
-            const typename F::K* ring_k = ring_k_of<F>(p, at.slot, key_head + n);
-            const Vectors<F::D_K> vectors = plain_vectors<F>(m, n, lane);
-            if (n >= F::WARPS) keys.fetch(ring_k, 0, at.cursor, lane);
-            keys.multiply(m.scores[n], vectors, 0, at.cursor, lane);
-            for (int first = 16; first < at.cursor; first += 16) {
-                keys.fetch(ring_k, first, at.cursor, lane);
-                keys.multiply(m.scores[n], vectors, first, at.cursor, lane);
-            }
+DEVICE void prepare(const Params& p, Memory<F>& m, const Row& at, int first_head, bool append, u32 phase,
+                    const GateInputs<F>& gate, int warp, int lane) {
+    const bool last_warp = warp == F::WARPS - 1;
+    if (last_warp) share_products<F>(m, lane);
+    if constexpr (F::CHANNEL) {
+        channel_decays<F>(p, m, at, first_head, append, gate, phase);
+    } else {
+        if (warp < F::HEADS) head_decays<F>(p, m, at, first_head + warp, warp, append, gate, lane);
+        for (int n = warp + F::WARPS; n < F::HEADS; n += F::WARPS) {
+            GateInputs<F> other;
+            other.fetch(p, at, first_head + n, at.cursor, lane);
+            head_decays<F>(p, m, at, first_head + n, n, append, other, lane);
         }
     }
-    if constexpr (F::SPLIT)
-        for (int n = 0; n < F::KEY_HEADS; ++n) split_into_terms<F>(m, n, lane);
-    if constexpr (!F::MATRIX_SCORES)
-        for (int n = 0; n < F::KEY_HEADS; ++n)
-            share_scores<F>(m, at, ring_k_of<F>(p, at.slot, key_head + n), n, warp, lane);
+    barrier_wait(&m.keys_come, phase);
+    if constexpr (F::SPLIT) {
+        if (F::CHANNEL && same<typename F::C, f16>::value) sync_block();  // its scale looks at all channels
+        split_into_terms<F>(m, lane);
+    }
+    if (F::CHANNEL || F::SPLIT) sync_block();
+    if constexpr (F::MATRIX_SCORES) {
+        if (last_warp) matrix_scores<F>(m, at, lane);
+    } else {
+        share_scores<F>(m, at, warp, lane);
+    }
 }
 
-// This token's keys into the ring.
-template <class F> DEVICE void append_keys(const Params& p, const Memory<F>& m, const Row& at, int key_head) {
+// This token's key into the ring.
+template <class F> DEVICE void append_key(const Params& p, const Memory<F>& m, const Row& at, int key_head) {
+    const float factor = F::DELTA && F::NORMAL_KEYS ? m.products.k_norm : 1.0f;
+    typename F::X* to = ring_k_of<F>(p, at.slot, key_head) + at.cursor * F::D_K;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < F::KEY_HEADS * F::D_K; i += F::THREADS) {
-        const int local = i / F::D_K, c = i % F::D_K;
-        const float factor = F::DELTA && (F::FLAGS & NORMAL_KEYS) ? m.products[local].k_norm : 1.0f;
-        ring_k_of<F>(p, at.slot, key_head + local)[at.cursor * F::D_K + c] =
-            convert<typename F::K>::from(to_float(m.k[local][c]) * factor);
-    }
+    for (int c = threadIdx.x; c < F::D_K; c += F::THREADS)
+        to[c] = convert<typename F::X>::from(to_float(m.k[c]) * factor);
+}
+
+// An item without a slot.
+template <class F> DEVICE void pad(const Params& p, const Item<F>& item) {
+    using X = typename F::X;
+    if (!F::ZERO_PADDING) return;
+    X* y = static_cast<X*>(p.y) + static_cast<i64>(item.row()) * (F::V_HEADS * F::D_V) + item.first_row();
+    for (int i = threadIdx.x; i < F::ROWS; i += F::THREADS) y[i] = convert<X>::from(0.0f);
+}
+
+template <class F> DEVICE void multiply_tile(Memory<F>& m, const Thread<F>& me) {
+    if constexpr (F::MATRIX)
+        multiply_matrix<F>(m, me.warp, me.lane);
+    else
+        multiply<F>(m, me.warp, me.lane);
 }
 
 template <class F> DEVICE void decode(const Params& p, Memory<F>& m) {
-    using X = typename F::X;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    Row at;
-    at.row = blockIdx.y;
-    at.slot = p.slots[at.row];
-    const int span_row = blockIdx.x * F::SPAN;
-    const int span_head = span_row / F::D_V;
-    stage_inputs<F>(p, m, at, span_head / F::GROUP);
-    if (at.slot < 0) {
-        X* y = static_cast<X*>(p.y) + static_cast<i64>(at.row) * (F::V_HEADS * F::D_V) + span_row;
-        if (F::FLAGS & ZERO_PADDING)
-            for (int i = threadIdx.x; i < F::SPAN; i += F::THREADS) y[i] = convert<X>::from(0.0f);
-        return;
-    }
-
-    // The copies start from the slot's own checkpoint, where it nearly always lies, before it is known to.
-    constexpr bool ROW_CURSOR = F::FLAGS & ROW_CURSORS;
-    const auto copy = [&](int tile, int slot) {
-        bulk_copy(m.tile[tile % F::STAGES], checkpoint_of<F>(p, slot, span_row + tile * F::ROWS), sizeof(m.tile[0]),
-                  m.barrier + tile % F::STAGES);
-    };
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int n = 0; n < F::STAGES; ++n) {
-            barrier_init(m.barrier + n);
-            copy(n, at.slot);
-        }
-    }
-    at.cursor = p.write_pos[ROW_CURSOR ? at.row : at.slot];
-    const int source = ROW_CURSOR ? at.slot : p.checkpoint_slot[at.slot];
-    const int readable = F::EAGER ? F::RING : at.cursor;
-
-    const int in_tile = warp * F::RPW + lane * F::OWN;  // the first of the thread's own rows
-    const bool owner = F::RPW >= 32 || lane < F::RPW;
-    Updates<F> updates;
+    Item<F> now{static_cast<u32>(blockIdx.x)};
+    now.slot = slot_of<F>(p, now.number);
     Inputs<F> in;
-    KeyTile<F> keys;
-    if constexpr (F::MATRIX_SCORES)
-        if (F::WARPS - 1 - warp < F::KEY_HEADS)
-            keys.fetch(ring_k_of<F>(p, at.slot, span_head / F::GROUP + F::WARPS - 1 - warp), 0, readable, lane);
-    const auto fetch_updates = [&] { updates.fetch(ring_u_of<F>(p, at.slot, span_row + in_tile), 0, readable, owner); };
-    if (!F::CHANNEL) fetch_updates();
-    if (owner) in.fetch(p, at, span_row + in_tile);
-    at.flush = must_flush<F>(p, at);
-    const bool redo = source != at.slot;
+    GateInputs<F> gate;
+    u32 phases;  // of the barriers: the lowest bit that of the tile's, the next that of the others
+    {
+        const Thread<F> me(threadIdx.x);
+        in.fetch_keys(p, now);
+        if (me.owner) in.fetch_rows(p, now, me.in_tile);
+        phases = start<F>(p, m, now, me);
+        fetch_gate<F>(p, now, F::EAGER ? F::RING : now.cursor, me, gate);
+    }
+    int slot_ahead = F::STAYS ? slot_of<F>(p, now.number + p.blocks) : -1;
 
 #pragma unroll 1
-    for (int part = 0; part < F::PARTS; ++part) {
-        const int first_head = span_head + part * F::PART_HEADS;
-        const bool first_of_heads = F::SPAN >= F::D_V || span_row % F::D_V == 0;
-        if (part) {
-            sync_block();
-            stage_inputs<F>(p, m, at, first_head);
+    while (true) {
+        const Thread<F> me(fresh(threadIdx.x));
+        Item<F> next{now.number + p.blocks, slot_ahead};
+        if (F::STAYS) {
+            next.look_up(p);
+            slot_ahead = slot_of<F>(p, next.number + p.blocks);
         }
-        if constexpr (F::CHANNEL) {
-            channel_decays<F>(p, m, at, first_head, first_of_heads && !at.flush);
-            if (part == 0) fetch_updates();  // not before: a channel's decays take the registers
-        }
+        in.stage_keys(m);
+        if (F::STAYS && next.number < p.items) in.fetch_keys(p, next);
         sync_block();
-        prepare<F>(p, m, at, first_head, first_of_heads && !at.flush, keys, warp, lane);
-        if (redo && part == 0 && threadIdx.x == 0) {
-            for (int n = 0; n < F::STAGES; ++n) {
-                barrier_wait(m.barrier + n, 0);
-                copy(n, source);
-            }
-        }
-        sync_block();
-        if (!at.flush && first_of_heads && first_head % F::GROUP == 0) append_keys<F>(p, m, at, first_head / F::GROUP);
 
-#pragma unroll 1
-        for (int tile = part * F::PART_TILES; tile < (part + 1) * F::PART_TILES; ++tile) {
-            typename F::C* held = m.tile[tile % F::STAGES];
-            const int row = span_row + tile * F::ROWS + in_tile;
-            Place place;
-            place.first_row = span_row + tile * F::ROWS;
-            place.head = (tile - part * F::PART_TILES) * F::ROWS / F::D_V;
-            place.key_head = F::KEY_HEADS > 1 ? place.head / F::GROUP : 0;
-            const int local = place.head + (F::HEADS > 1 && owner ? in_tile / F::D_V : 0);
-
+        bool early = false;  // whether the next copies have started
+        if (now.slot < 0) {
+            pad<F>(p, now);
+            if (F::STAYS) fetch_gate<F>(p, next, next.cursor, me, gate);
+        } else {
+            Row at = now.at();
+            at.flush = must_flush<F>(p, at);
+            const int first_head = now.first_head(), head = F::HEADS > 1 && me.owner ? me.in_tile / F::D_V : 0;
+            const bool append = !at.flush && (F::ROWS >= F::D_V || now.first_row() % F::D_V == 0);
             Pair ring[F::OWN] = {};
-            replay_records<F>(at, m.scores[place.key_head], m.after[local], ring_u_of<F>(p, at.slot, row), updates, owner,
-                              ring);
-            const Inputs<F> now = in;
-            if (tile + 1 < F::TILES) {
-                updates.fetch(ring_u_of<F>(p, at.slot, row + F::ROWS), 0, at.cursor, owner);
-                if (owner) in.fetch(p, at, row + F::ROWS);
+            prepare<F>(p, m, at, first_head, append, phases >> 1, gate, me.warp, me.lane);
+            if (!F::STAYS) {  // the tile comes last
+                sync_block();
+                barrier_wait(&m.updates_come, phases >> 1);
+                if (me.owner) replay_records<F>(m, at, me.in_tile, head, ring);
             }
-            barrier_wait(m.barrier + tile % F::STAGES, (tile / F::STAGES + redo) & 1);
-            if constexpr (F::MATRIX)
-                multiply_matrix<F>(m, held, place.key_head, warp, lane);
-            else
-                multiply<F>(m, held, place.key_head, warp, lane);
+            barrier_wait(&m.tile_comes, phases & 1);
+            multiply_tile<F>(m, me);
+            if (F::STAYS) {  // it is used, and makes room for the next
+                if (F::CHANNEL) fence_copies();  // the keys were written where log decays come next
+                sync_block();
+                early = !at.flush;
+                if (early && next.slot >= 0) {
+                    if (me.copies_tile()) copy_tile<F>(p, m, next, next.source);
+                    if (me.copies_keys()) copy_keys<F>(p, m, next, next.cursor);
+                }
+                fetch_gate<F>(p, next, next.cursor, me, gate);
+                barrier_wait(&m.updates_come, phases >> 1);
+                if (me.owner) replay_records<F>(m, at, me.in_tile, head, ring);
+            }
+            if (append && first_head % F::GROUP == 0) append_key<F>(p, m, at, first_head / F::GROUP);
             sync_warp();
-            if (owner)
-                finish_rows<F>(p, m, at, row, in_tile, m.heads[local], m.products[place.key_head], now, ring);
+            if (me.owner)
+                finish_rows<F>(p, m, at, now.first_row() + me.in_tile, me.in_tile, m.heads[head], m.products, in, ring);
             sync_warp();
-            if (at.flush) {
-                const typename F::K* ring_k = ring_k_of<F>(p, at.slot, first_head / F::GROUP + place.key_head);
-                if constexpr (F::MATRIX_FLUSH)
-                    flush_matrix<F>(p, m, at, held, place, ring_k, warp, lane);
-                else
-                    flush_rows<F>(p, m, at, held, place, ring_k, warp, lane);
-                fence_copies();
-                sync_warp();
-            }
-            if (tile + F::STAGES < F::TILES) {
-                sync_block();  // all warps have read the tile that the next copy overwrites
-                if (threadIdx.x == 0) copy(tile + F::STAGES, source);
-            }
+            if (at.flush) flush_rows<F>(p, m, at, now.first_row(), me.warp, me.lane);
+            phases ^= 3;
+            if (F::STAYS) sync_block();
         }
+        if (!F::STAYS || next.number >= p.items) return;
+        now = next;
+        if (now.slot >= 0) {
+            if (!early && me.copies_tile()) copy_tile<F>(p, m, now, now.source);
+            if (!early && me.copies_keys()) copy_keys<F>(p, m, now, now.cursor);
+            if (me.copies_updates()) copy_updates<F>(p, m, now, now.cursor, me.lane);
+        }
+        if (me.owner) in.fetch_rows(p, now, me.in_tile);
     }
 }
 

@@ -1,13 +1,14 @@
 """One decode step with the kernels in CUDA C++: which kernel, its arguments, its launch.
 
 Everything that follows from dtypes, shapes, strides and options is worked out once for each combination. A step then
-packs the tensors' addresses and makes one launch on PyTorch's current stream.
+packs the tensors' addresses and makes one launch on PyTorch's current stream; :func:`bind_decode` gives an operator
+that part alone, for calls that look the same.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
 from struct import Struct
 from typing import Any, NamedTuple
@@ -16,86 +17,108 @@ import torch
 from torch import Tensor
 
 from replayssm.backends.cuda import blocks, build, driver
-from replayssm.backends.step import Step
+from replayssm.backends.cuda.cuts import cut_of
+from replayssm.backends.step import Layer, Rules, Step, counted_off
 
-# As `Params` in config.cuh: addresses; then strides, scale to dt_max, flush_period.
-_ADDRESSES = Struct("@18Q")
-_REST = Struct("@18i5fi")
+# As `Params` in config.cuh: addresses; then strides, scale to dt_max, flush_period, items, blocks.
+_REST = Struct("@18i5f3i")
+_PARAMS = Struct(f"@18Q{_REST.size}s")
+_OUT = 9  # its place among the addresses
 _TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", None: "none"}
 _L2_NORM, _SOFTPLUS, _BOUNDED, _ROW_CURSORS, _NORMAL_KEYS, _INPUT_RECORDS, _ZERO_PADDING = (2**i for i in range(7))
 _RECORDS = {"updates": 0, "normalised": _NORMAL_KEYS, "inputs": _INPUT_RECORDS}
 _FLAG_BYTES = {None: 0, torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4}
 _ALIGNMENT = 16  # bytes, of the bulk copies and vectors
-_MOST_ROWS = 65535  # of a batch: the grid's second dimension
 _LARGEST_STRIDE = 2**31 - 1
 
 _arguments = driver.Arguments()
-
-
-class Layer(NamedTuple):
-    """A layer's tensors in the letters of the delta rule; Mamba-2: q = C, k = B, v = x, a = dt, rate = A."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    a: Tensor
-    b: Tensor | None
-    rate: Tensor
-    bias: Tensor | None
-    D: Tensor | None = None
-    z: Tensor | None = None
 
 
 class Plan(NamedTuple):
     """How to run a step of one look; without a launch, why there is none."""
 
     launch: driver.Launch | None
-    tiles: int = 0  # blocks of a row
+    blocks: int = 0
     rest: bytes = b""  # of the arguments, behind the addresses
     missing: str = ""
 
 
 _plans: dict[Any, Plan] = {}
 
+Run = Callable[..., Tensor]
 
-def decode(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...]) -> Tensor | None:
-    """One step, or None where the kernels don't take these shapes, strides or this machine.
+
+def bind_decode(tensors: Sequence[Tensor], rules: Rules, flush_period: int) -> Run | None:
+    """How calls of one look run that need no more checks; None if they have no kernel.
 
     Args:
-        layer: see there.
-        step: see :class:`replayssm.backends.step.Step`.
-        flags: of config.cuh, those that say something about the layer.
-        numbers: scale, beta_scale, lower_bound, dt_min, dt_max.
+        tensors: of one of them: those of a layer, then of a step, ABSENT for what isn't there. The others' lie in
+            memory as these do, but anywhere.
+        rules: of the layer.
+        flush_period: L.
     """
-    checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, _, forced, _, out, zeroed = step
-    v = layer.v
+    layer, step = counted_off(tensors, flush_period)
+    plan = _plan(layer, rules, step)
+    if plan.launch is None or not layer.v.shape[0]:
+        return None
+    device = layer.v.device
+
+    def run(*given: Tensor) -> Tensor:
+        out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
+        addresses = list(map(Tensor.data_ptr, given))
+        addresses.insert(_OUT, out.data_ptr())
+        if _is_aligned(addresses):
+            _start(plan, addresses, device)
+            return out
+        layer, step = counted_off(given, flush_period)
+        return _triton().decode_step(layer, rules, step)
+
+    return run
+
+
+def decode_step(layer: Layer, rules: Rules, step: Step) -> Tensor:
+    """One token of any layer; on the triton backend where the kernels don't take these shapes, strides or this GPU."""
+    v, out = layer.v, step.out
     if out is None or out.dtype != v.dtype:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        if not zeroed:
+        if not step.zero_padding:
             out.zero_()
-    look = _look(layer, step, flags, numbers)
-    plan = _plans.get(look)
-    if plan is None:
-        plan = _plans[look] = _make_plan(layer, step, flags, numbers)
-    addresses = (
-        *(0 if x is None else x.data_ptr() for x in layer),
-        *(out.data_ptr(), checkpoint.data_ptr(), ring_u.data_ptr(), ring_k.data_ptr(), ring_g.data_ptr()),
-        *(write_pos.data_ptr(), 0 if checkpoint_slot is None else checkpoint_slot.data_ptr(), slots.data_ptr()),
-        0 if forced is None else forced.data_ptr(),
-    )
-    if plan.launch is None or (addresses[9] | addresses[10] | addresses[11] | addresses[12]) % _ALIGNMENT:
-        return None
+    plan = _plan(layer, rules, step)
+    used = (*layer, out, *step[:7], step.force_flush)
+    addresses = [0 if x is None else x.data_ptr() for x in used]
+    if plan.launch is None or not _is_aligned(addresses):
+        return _triton().decode_step(layer, rules, step)
     if v.shape[0]:
-        given = _arguments.bytes
-        _ADDRESSES.pack_into(given, 0, *addresses)
-        given[_ADDRESSES.size : _ADDRESSES.size + _REST.size] = plan.rest
-        plan.launch(plan.tiles, v.shape[0], _current_stream(v.device), _arguments)
+        _start(plan, addresses, v.device)
     return out
 
 
-def _look(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...]) -> Any:
+def _is_aligned(addresses: list[int]) -> bool:
+    """Whether output, checkpoints and rings begin where bulk copies and vectors may."""
+    return not (addresses[9] | addresses[10] | addresses[11] | addresses[12] | addresses[13]) % _ALIGNMENT
+
+
+def _start(plan: Plan, addresses: list[int], device: torch.device) -> None:
+    _PARAMS.pack_into(_arguments.bytes, 0, *addresses, plan.rest)
+    assert plan.launch is not None
+    if _is_current(device):
+        plan.launch(plan.blocks, 1, _current_stream(device), _arguments)
+        return
+    with torch.cuda.device(device):
+        plan.launch(plan.blocks, 1, _current_stream(device), _arguments)
+
+
+def _plan(layer: Layer, rules: Rules, step: Step) -> Plan:
+    look = _look(layer, rules, step)
+    plan = _plans.get(look)
+    if plan is None:
+        plan = _plans[look] = _make_plan(layer, rules, step)
+    return plan
+
+
+def _look(layer: Layer, rules: Rules, step: Step) -> Any:
     """All that a plan follows from."""
-    given = [flags, numbers, step.flush_period, step.records, step.zero_padding, layer.v.shape, layer.v.device]
+    given = [rules, step.flush_period, step.records, step.zero_padding, layer.v.shape, layer.v.device]
     for x in (*layer, *step[:7], step.force_flush):
         given += (None,) if x is None else (x.dtype, x.stride())
     given.append(step.ring_k.shape)
@@ -103,33 +126,41 @@ def _look(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...]) -> A
 
 
 def _current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+    """Its handle. (`torch.cuda.current_stream` makes an object first: ten times as long.)"""
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
 
 
-def _make_plan(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...]) -> Plan:
+def _is_current(device: torch.device) -> bool:
+    """Whether launches go to this device."""
+    return torch._C._cuda_getDevice() == device.index
+
+
+def _make_plan(layer: Layer, rules: Rules, step: Step) -> Plan:
     missing = _unsupported(layer, step)
     if missing is not None:
         return Plan(None, missing=missing)
     v, a, checkpoint, device = layer.v, layer.a, step.checkpoint, layer.v.device
     _, num_v_heads, head_v_dim, head_k_dim = checkpoint.shape
     group, ring_rows = num_v_heads // step.ring_k.shape[1], step.ring_k.shape[2]
-    rules = (a.dim() == 3, layer.b is not None)
-    shape = blocks.Shape(*rules, head_v_dim, head_k_dim, group, num_v_heads, ring_rows, checkpoint.dtype)
+    gate_and_rule = (layer.channel, layer.b is not None)
+    dtypes = (checkpoint.dtype, step.ring_u.dtype)
+    shape = blocks.Shape(*gate_and_rule, head_v_dim, head_k_dim, group, num_v_heads, ring_rows, *dtypes)
     missing = shape.unsupported()
     if missing is not None:
         return Plan(None, missing=missing)
     about = properties(device)
-    rows = v.shape[0] * num_v_heads * head_v_dim
-    block = blocks.choose(shape, v.dtype, rows, about.multiprocessors, about.shared_bytes)
+    block = cut_of(shape, v.dtype, v.shape[0], about.name, about.multiprocessors, about.shared_bytes)
     if block is None:
-        return Plan(None, missing="a multiprocessor's shared memory can't hold the ring's decays")
+        return Plan(None, missing="a multiprocessor's shared memory can't hold the ring")
+    flags = _L2_NORM * rules.l2_norm | _SOFTPLUS * rules.softplus | _BOUNDED * (rules.lower_bound is not None)
     flags |= _RECORDS[step.records] | _ROW_CURSORS * (step.checkpoint_slot is None)
     flags |= _ZERO_PADDING * step.zero_padding
     options = {
         "FLAGS": flags,
         "FORCE_BYTES": _FLAG_BYTES[None if step.force_flush is None else step.force_flush.dtype],
     }
-    types = {"C": checkpoint, "X": v, "U": step.ring_u, "K": step.ring_k, "A": a, "B": layer.b}
+    types = {"C": checkpoint, "X": v, "U": step.ring_u, "A": a, "B": layer.b}
     types |= {"RATE": layer.rate, "BIAS": layer.bias, "D": layer.D, "Z": layer.z}
     names = {name: _TYPES[None if x is None else x.dtype] for name, x in types.items()}
     try:
@@ -137,8 +168,10 @@ def _make_plan(layer: Layer, step: Step, flags: int, numbers: tuple[float, ...])
     except build.BuildError as error:
         warnings.warn(f"{error}. Decode steps run on the triton backend.", RuntimeWarning, stacklevel=2)
         return Plan(None, missing=str(error))
-    rest = _REST.pack(*_strides(layer, step), *numbers, step.flush_period)
-    return Plan(launch, num_v_heads * head_v_dim // block.span, rest)
+    items = v.shape[0] * num_v_heads * head_v_dim // block.rows
+    count = block.count(items, about.multiprocessors)
+    numbers = (rules.scale, rules.beta_scale, rules.lower_bound or 0.0, rules.dt_min, rules.dt_max)
+    return Plan(launch, count, _REST.pack(*_strides(layer, step), *numbers, step.flush_period, items, count))
 
 
 def _unsupported(layer: Layer, step: Step) -> str | None:
@@ -146,9 +179,11 @@ def _unsupported(layer: Layer, step: Step) -> str | None:
     state = (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)
     if not all(x[:1].is_contiguous() for x in state):
         return "a slot's elements don't follow each other"
-    if any(x.stride(0) * x.element_size() % _ALIGNMENT for x in state[:3]):
+    if any(x.stride(0) * x.element_size() % _ALIGNMENT for x in (state if layer.channel else state[:3])):
         return f"slots don't begin at multiples of {_ALIGNMENT} bytes"
-    lines = [layer.q, layer.k, layer.v, layer.z, layer.a if layer.a.dim() == 3 else None]
+    if step.ring_k.dtype != layer.k.dtype:
+        return "the ring's keys have another dtype than the activations"
+    lines = [layer.q, layer.k, layer.v, layer.z, layer.a if layer.channel else None]
     if any(x is not None and x.stride(-1) != 1 for x in lines):
         return "the elements of a head don't follow each other"
     whole = (layer.rate, layer.bias, step.write_pos, step.checkpoint_slot, step.slots, step.force_flush, step.out)
@@ -156,8 +191,8 @@ def _unsupported(layer: Layer, step: Step) -> str | None:
         return "parameters, cursors, slots or outputs don't follow each other"
     if step.force_flush is not None and step.force_flush.dtype not in _FLAG_BYTES:
         return f"force_flush has dtype {step.force_flush.dtype}"
-    if layer.v.shape[0] > _MOST_ROWS or max(_strides(layer, step)) > _LARGEST_STRIDE:
-        return "the batch or a stride is too large"
+    if max(_strides(layer, step)) > _LARGEST_STRIDE:
+        return "a stride is too large"
     return None
 
 
@@ -176,6 +211,7 @@ class Properties(NamedTuple):
     multiprocessors: int
     shared_bytes: int  # that one block may have
     architecture: str
+    name: str = ""  # under which its measured settings are kept
 
 
 @cache
@@ -183,7 +219,7 @@ def properties(device: torch.device) -> Properties:
     """Look at a GPU."""
     found = torch.cuda.get_device_properties(device)
     architecture = f"sm_{found.major}{found.minor}{'a' if found.minor == 0 and found.major >= 9 else ''}"
-    return Properties(found.multi_processor_count, driver.most_shared_bytes(device.index), architecture)
+    return Properties(found.multi_processor_count, driver.most_shared_bytes(device.index), architecture, found.name)
 
 
 def macros(shape: blocks.Shape, block: blocks.Block, more: dict[str, Any]) -> dict[str, str]:
@@ -205,9 +241,8 @@ def macros(shape: blocks.Shape, block: blocks.Block, more: dict[str, Any]) -> di
         "RING": shape.ring_rows,
         "ROWS": block.rows,
         "WARPS": block.warps,
-        "TILES": block.tiles,
-        "STAGES": block.stages,
         "REGISTERS": block.registers,
+        "STAYS": str(block.resident > 0).lower(),
         "EAGER": str(block.eager).lower(),
     }
     return {f"CASE_{name}": str(value) for name, value in values.items()}
@@ -229,73 +264,6 @@ def kernel(
     code = build.machine_code(dict(macros), properties(device).architecture)
     shared = block.shared_bytes(shape, activations)
     return driver.load(code, "replayssm_decode", device.index, block.threads, shared)
-
-
-def gdn_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-) -> Tensor:
-    """Gated DeltaNet, see :func:`replayssm.ops.gdn_decode`."""
-    layer = Layer(q, k, v, a, b, A_log, dt_bias)
-    y = decode(layer, step, _L2_NORM * qk_l2norm, (scale, beta_scale, 0.0, 0.0, 0.0))
-    if y is not None:
-        return y
-    return _triton().gdn_decode(q, k, v, a, b, A_log, dt_bias, beta_scale, scale, qk_l2norm, step)
-
-
-def kda_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-) -> Tensor:
-    """Kimi Delta Attention, see :func:`replayssm.ops.kda_decode`."""
-    flags = _L2_NORM * qk_l2norm | _BOUNDED * (lower_bound is not None)
-    y = decode(Layer(q, k, v, a, b, A_log, dt_bias), step, flags, (scale, beta_scale, lower_bound or 0.0, 0.0, 0.0))
-    if y is not None:
-        return y
-    return _triton().kda_decode(q, k, v, a, b, A_log, dt_bias, lower_bound, beta_scale, scale, qk_l2norm, step)
-
-
-def mamba2_decode(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    step: Step,
-) -> Tensor:
-    """Mamba-2, see :func:`replayssm.ops.mamba2_decode`."""
-    layer = Layer(C, B, x, dt, None, A, dt_bias, D, z)
-    unlimited = dt_min == 0.0 and dt_max == math.inf  # then a negative Δ, possible without softplus, stays
-    numbers = (1.0, 0.0, 0.0, -math.inf if unlimited else dt_min, dt_max)
-    y = decode(layer, step, _SOFTPLUS * dt_softplus, numbers)
-    if y is not None:
-        return y
-    return _triton().mamba2_decode(x, dt, B, C, A, D, z, dt_bias, dt_softplus, dt_min, dt_max, step)
 
 
 def _triton() -> Any:

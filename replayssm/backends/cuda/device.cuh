@@ -66,6 +66,13 @@ DEVICE float fast_exp(float x) {
     return r;
 }
 
+// The same number, of which the compiler can't know that: what follows from it is worked out again, and not kept in
+// registers from one round of a loop to the next.
+DEVICE u32 fresh(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
@@ -86,11 +93,15 @@ DEVICE void barrier_init(u64* barrier) {
 // Orders a thread's writes to shared memory before later bulk copies into it.
 DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copy `bytes`, a multiple of 16 between addresses of such, from global to shared memory; the barrier's next phase ends
-// when they are there.
-DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+// The barrier's next phase ends when copies of so many bytes in all have come.
+DEVICE void expect_copies(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
+}
+
+// Copy `bytes`, a multiple of 16 between addresses of such, from global to shared memory: one of those that the barrier
+// expects.
+DEVICE void bulk_copy_part(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier))
@@ -125,9 +136,45 @@ DEVICE void matrix_product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same on tf32 numbers, float32 of which the last 13 bits are left out, with a [16, 8] and b [8, 8]. Lane 4i + j holds
+// of a: column j of row i, of row i + 8, then column j + 4 of both; of b: rows j and j + 4 of column i; of c: as above.
+DEVICE void matrix_product_tf32(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// threadIdx.x, of which a loop's body keeps nothing from one round to the next: what follows from it costs less to work
+// out again than registers to hold.
+DEVICE int thread_of_round() {
+    int r;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+    return r;
+}
+
+// Bring `bytes`, as above, into the L2 cache.
+DEVICE void prefetch(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// What is the same in all lanes of a warp, so that the compiler knows.
+DEVICE int same_in_warp(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// How many came before, in whose turn the caller's reads of global memory are done.
+DEVICE int count_arrival(int* counter) {
+    __threadfence();
+    return atomicAdd(counter, 1);
+}
+
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) unsigned char name[]
 
 #endif
+
+// The only copy of a phase.
+DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+    expect_copies(barrier, bytes);
+    bulk_copy_part(to, from, bytes, barrier);
+}
 
 DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(bf16 x) { return as_float(static_cast<u32>(x.bits) << 16); }

@@ -24,16 +24,16 @@ DEVICE float dot16(const float (&x)[16], const float (&y)[16]) {
     return sum;
 }
 
-// S q and S k of the warp's rows of a tile by multiply-adds, with the q and k of one of the block's key heads.
-template <class F> DEVICE void multiply(Memory<F>& m, const typename F::C* tile, int key_head, int warp, int lane) {
+// S q and S k of the warp's rows of the tile by multiply-adds.
+template <class F> DEVICE void multiply(Memory<F>& m, int warp, int lane) {
     constexpr int VECTORS = F::DELTA ? 2 : 1;
     constexpr int PASSES = F::RPW / F::PASS;
     constexpr int WANTED = F::LANES / VECTORS < 4 ? F::LANES / VECTORS : 4;
     constexpr int BATCH = PASSES < WANTED ? PASSES : WANTED;  // passes whose sums are taken together
     static_assert(PASSES % BATCH == 0, "passes don't divide into batches");
     float q[16], k[16];
-    load_columns<F>(m.q[key_head], lane, q);
-    if (F::DELTA) load_columns<F>(m.k[key_head], lane, k);
+    load_columns<F>(m.q, lane, q);
+    if (F::DELTA) load_columns<F>(m.k, lane, k);
     if (F::CHANNEL) {
         float total[16];
         load_columns<F>(m.total, lane, total);
@@ -43,7 +43,7 @@ template <class F> DEVICE void multiply(Memory<F>& m, const typename F::C* tile,
             k[i] *= total[i];
         }
     }
-    tile += warp * F::RPW * F::D_K;
+    const typename F::C* tile = m.tile + warp * F::RPW * F::D_K;
     const int in_pass = lane / F::LANES;
 #pragma unroll 1
     for (int first = 0; first < PASSES; first += BATCH) {
@@ -70,23 +70,17 @@ template <class F> DEVICE void multiply(Memory<F>& m, const typename F::C* tile,
 
 // q and k as the right operand of matrix products: columns 2i and 2i + 1 are their i-th terms. A lane takes 8
 // consecutive numbers of a row at a time, so the columns of a row are numbered to suit: a sum may run over them in any
-// order, if both operands agree.
-template <int D_K> struct Vectors {
-    u32 word[D_K / 32][4];
+// order, if both operands agree. Here two chunks of 32 columns.
+template <class T> struct Vectors {
+    packed<T, 8> piece[2];
 };
 
-// One term: the numbers as they are.
-template <class F> DEVICE Vectors<F::D_K> plain_vectors(const Memory<F>& m, int key_head, int lane) {
-    Vectors<F::D_K> b;
-    const typename F::X* x = lane / 4 & 1 ? m.k[key_head] : m.q[key_head];
-    const bool used = lane < 8 && (F::DELTA || lane < 4);
-#pragma unroll
-    for (int i = 0; i < F::D_K / 32; ++i) {
-        packed<typename F::X, 8> piece;
-        piece.load(x + i * 32 + lane % 4 * 8);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) b.word[i][w] = used ? piece.word[w] : 0;
-    }
+// One term: the numbers as they are. Columns behind the second are not used.
+template <class F> DEVICE Vectors<typename F::X> plain_vectors(const Memory<F>& m, int column, int lane) {
+    const typename F::X* x = (lane / 4 & 1 ? m.k : m.q) + column + lane % 4 * 8;
+    Vectors<typename F::X> b;
+    b.piece[0].load(x);
+    b.piece[1].load(x + 32);
     return b;
 }
 
@@ -105,40 +99,41 @@ template <class F> DEVICE float matrix_scale(const Memory<F>& m, const typename 
     return as_float(static_cast<u32>(exponent < 1 ? 1 : exponent > 253 ? 253 : exponent) << 23);
 }
 
-template <class F> DEVICE Pair matrix_scales(const Memory<F>& m, int key_head, int lane) {
-    return Pair{matrix_scale<F>(m, m.q[key_head], lane), F::DELTA ? matrix_scale<F>(m, m.k[key_head], lane) : 1.0f};
+template <class F> DEVICE Pair matrix_scales(const Memory<F>& m, int lane) {
+    return Pair{matrix_scale<F>(m, m.q, lane), F::DELTA ? matrix_scale<F>(m, m.k, lane) : 1.0f};
 }
 
 // q and k as three numbers of the checkpoint's type each, whose sums are exact to float32. All threads together.
-template <class F> DEVICE void split_into_terms(Memory<F>& m, int key_head, int lane) {
+template <class F> DEVICE void split_into_terms(Memory<F>& m, int lane) {
     using C = typename F::C;
-    const Pair scale = matrix_scales<F>(m, key_head, lane);
+    const Pair scale = matrix_scales<F>(m, lane);
 #pragma unroll
     for (int n = 0; n < F::D_K; n += F::THREADS) {
         const int c = n + threadIdx.x;
         if (F::D_K % F::THREADS && c >= F::D_K) continue;
-        float q = decayed<F>(m, m.q[key_head], c) * scale.q, k = decayed<F>(m, m.k[key_head], c) * scale.k;
+        float q = decayed<F>(m, m.q, c) * scale.q, k = decayed<F>(m, m.k, c) * scale.k;
 #pragma unroll
         for (int term = 0; term < 3; ++term) {
             const C of_q = convert<C>::from(q), of_k = convert<C>::from(k);
-            m.terms[key_head][2 * term][c] = of_q;
-            m.terms[key_head][2 * term + 1][c] = of_k;
+            m.terms[2 * term][c] = of_q;
+            m.terms[2 * term + 1][c] = of_k;
             q -= to_float(of_q);
             k -= to_float(of_k);
         }
     }
 }
 
-template <class F> DEVICE Vectors<F::D_K> split_vectors(const Memory<F>& m, int key_head, int lane) {
-    Vectors<F::D_K> b;
-    const int column = lane / 4;
-    const bool used = column < 6 && (F::DELTA || column % 2 == 0);
-#pragma unroll
-    for (int i = 0; i < F::D_K / 32; ++i) {
-        packed<typename F::C, 8> piece;
-        piece.load(m.terms[key_head][used ? column : 0] + i * 32 + lane % 4 * 8);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) b.word[i][w] = used ? piece.word[w] : 0;
+// Three terms: six columns, of which the sums over pairs are those of q and k.
+template <class F> DEVICE Vectors<typename F::C> split_vectors(const Memory<F>& m, int column, int lane) {
+    const int row = lane / 4;
+    const bool used = row < 6 && (F::DELTA || row % 2 == 0);
+    const typename F::C* x = m.terms[used ? row : 0] + column + lane % 4 * 8;
+    Vectors<typename F::C> b;
+    b.piece[0].load(x);
+    b.piece[1].load(x + 32);
+    if (!used) {
+        b.piece[0].clear();
+        b.piece[1].clear();
     }
     return b;
 }
@@ -165,51 +160,48 @@ template <class T> struct TwoPieces {
 };
 
 // sums += rows · vectors for 16 rows, of which a lane holds pieces of rows lane / 4 and lane / 4 + 8.
-template <class T, int D_K>
-DEVICE void accumulate(float (&sums)[2][4], const TwoPieces<T>& upper, const TwoPieces<T>& lower,
-                       const Vectors<D_K>& b, int chunk) {
+template <class T>
+DEVICE void accumulate(float (&sums)[2][4], const TwoPieces<T>& upper, const TwoPieces<T>& lower, const Vectors<T>& b) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int w = 0; w < 4; w += 2)
             matrix_product<T>(sums[half], upper.piece[half].word[w], lower.piece[half].word[w],
                               upper.piece[half].word[w + 1], lower.piece[half].word[w + 1],
-                              b.word[chunk + half][w], b.word[chunk + half][w + 1]);
+                              b.piece[half].word[w], b.piece[half].word[w + 1]);
 }
 
 // The same on the matrix units.
-template <class F>
-DEVICE void multiply_matrix(Memory<F>& m, const typename F::C* tile, int key_head, int warp, int lane) {
+template <class F> DEVICE void multiply_matrix(Memory<F>& m, int warp, int lane) {
     using C = typename F::C;
     Pair back{1.0f, 1.0f};
-    Vectors<F::D_K> b;
-    if constexpr (F::SPLIT) {
-        const Pair scale = matrix_scales<F>(m, key_head, lane);
+    if (F::SPLIT) {
+        const Pair scale = matrix_scales<F>(m, lane);
         back = Pair{1.0f / scale.q, 1.0f / scale.k};  // powers of two
-        b = split_vectors<F>(m, key_head, lane);
-    } else {
-        b = plain_vectors<F>(m, key_head, lane);
     }
     const bool odd = lane / 4 & 1;
-    tile += (warp * F::RPW + lane / 4) * F::D_K + lane % 4 * 8;
 #pragma unroll 2
     for (int n = 0; n < F::MATRICES; ++n) {
+        const C* rows = m.tile + (warp * F::RPW + n * 16 + lane / 4) * F::D_K + lane % 4 * 8;
         float sums[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < F::D_K / 32; i += 2) {
+        for (int column = 0; column < F::D_K; column += 64) {
             TwoPieces<C> upper, lower;
-            upper.load(tile + n * 16 * F::D_K + i * 32, odd);
+            upper.load(rows + column, odd);
             if (F::HALF)
                 lower.clear();
             else
-                lower.load(tile + (n * 16 + 8) * F::D_K + i * 32, odd);
-            accumulate<C>(sums, upper, lower, b, i);
+                lower.load(rows + 8 * F::D_K + column, odd);
+            if constexpr (F::SPLIT)
+                accumulate<C>(sums, upper, lower, split_vectors<F>(m, column, lane));
+            else
+                accumulate<C>(sums, upper, lower, plain_vectors<F>(m, column, lane));
         }
         float sum[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             sum[e] = sums[0][e] + sums[1][e];
-            if (F::TERMS > 1) sum[e] = sum_over_lanes<4>(sum[e]) * (e % 2 ? back.k : back.q);
+            if (F::SPLIT) sum[e] = sum_over_lanes<4>(sum[e]) * (e % 2 ? back.k : back.q);
         }
         if (lane % 4 == 0) {
             Pair* row = m.sums + warp * F::RPW + n * 16 + lane / 4;
@@ -220,79 +212,64 @@ DEVICE void multiply_matrix(Memory<F>& m, const typename F::C* tile, int key_hea
 }
 
 // k·q and the inverse norms, by one warp.
-template <class F> DEVICE void share_products(Memory<F>& m, int key_head, int lane) {
+template <class F> DEVICE void share_products(Memory<F>& m, int lane) {
     float kq = 0.0f, qq = 0.0f, kk = 0.0f;
 #pragma unroll
     for (int c = lane; c < F::D_K; c += 32) {
-        const float q = to_float(m.q[key_head][c]), k = to_float(m.k[key_head][c]);
+        const float q = to_float(m.q[c]), k = to_float(m.k[c]);
         kq = fmaf(k, q, kq);
         qq = fmaf(q, q, qq);
         kk = fmaf(k, k, kk);
     }
     kq = sum_over_lanes<32>(kq);
     float q_norm = 1.0f, k_norm = 1.0f;
-    if (F::DELTA && (F::FLAGS & L2_NORM)) {
+    if (F::DELTA && F::L2_NORM) {
         q_norm = inverse_root(sum_over_lanes<32>(qq) + 1e-6f);
         k_norm = inverse_root(sum_over_lanes<32>(kk) + 1e-6f);
     }
-    if (lane == 0) m.products[key_head] = Products{kq, q_norm, k_norm, 0.0f};
+    if (lane == 0) m.products = Products{kq, q_norm, k_norm, 0.0f};
 }
 
-// Products of 16 of the ring's keys with q and k, by one warp on the matrix units. `keys` may have been fetched before
-// the cursor was known: rows behind it count as zero.
-template <class F> struct KeyTile {
-    packed<typename F::K, 8> upper[F::D_K / 32], lower[F::D_K / 32];
-
-    DEVICE void fetch(const typename F::K* ring_k, int first, int rows, int lane) {
+// Products of the ring's keys with q and k: by one warp on the matrix units, 16 records at a time.
+template <class F> DEVICE void matrix_scores(Memory<F>& m, const Row& at, int lane) {
+    using X = typename F::X;
+    const bool odd = lane / 4 & 1;
+#pragma unroll 1
+    for (int first = 0; first < at.cursor; first += 16) {
         const int j = first + lane / 4;
-        const typename F::K* from = ring_k + j * F::D_K + lane % 4 * 8;
-#pragma unroll
-        for (int i = 0; i < F::D_K / 32; ++i) {
-            if (j < rows)
-                upper[i].load(from + i * 32);
-            else
-                upper[i].clear();
-            if (j + 8 < rows)
-                lower[i].load(from + 8 * F::D_K + i * 32);
-            else
-                lower[i].clear();
-        }
-    }
-
-    DEVICE void multiply(Pair* scores, const Vectors<F::D_K>& b, int first, int cursor, int lane) const {
+        const X* key = m.ring_k + j * F::D_K + lane % 4 * 8;
         float sums[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < F::D_K / 32; ++i)
-#pragma unroll
-            for (int w = 0; w < 4; w += 2)
-                matrix_product<typename F::K>(sums[i % 2], upper[i].word[w], lower[i].word[w], upper[i].word[w + 1],
-                                              lower[i].word[w + 1], b.word[i][w], b.word[i][w + 1]);
-        if (lane % 4) return;
-        const int j = first + lane / 4;
-        const Pair zero{0.0f, 0.0f};
-        scores[j] = j < cursor ? Pair{sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]} : zero;
-        scores[j + 8] = j + 8 < cursor ? Pair{sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]} : zero;
+        for (int column = 0; column < F::D_K; column += 64) {
+            TwoPieces<X> upper, lower;
+            upper.clear();
+            lower.clear();
+            if (j < at.cursor) upper.load(key + column, odd);
+            if (j + 8 < at.cursor) lower.load(key + 8 * F::D_K + column, odd);
+            accumulate<X>(sums, upper, lower, plain_vectors<F>(m, column, lane));
+        }
+        if (lane % 4) continue;
+        if (j < at.cursor) m.scores[j] = Pair{sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]};
+        if (j + 8 < at.cursor) m.scores[j + 8] = Pair{sums[0][2] + sums[1][2], sums[0][3] + sums[1][3]};
     }
-};
+}
 
-// The same by multiply-adds: all warps together, PASS records at a time each. `ring_k` is of one of the block's key heads.
-template <class F>
-DEVICE void share_scores(Memory<F>& m, const Row& at, const typename F::K* ring_k, int key_head, int warp, int lane) {
+// The same by multiply-adds: all warps together, PASS records at a time each.
+template <class F> DEVICE void share_scores(Memory<F>& m, const Row& at, int warp, int lane) {
     const int in_pass = lane / F::LANES;
     float q[16], k[16], key[16];
-    load_columns<F>(m.q[key_head], lane, q);
-    if (F::DELTA) load_columns<F>(m.k[key_head], lane, k);
-    const int rows = (at.cursor + F::UNITS - 1) / F::UNITS * F::UNITS;
+    load_columns<F>(m.q, lane, q);
+    if (F::DELTA) load_columns<F>(m.k, lane, k);
 #pragma unroll 1
-    for (int first = warp * F::PASS; first < rows; first += F::WARPS * F::PASS) {
+    for (int first = warp * F::PASS; first < at.cursor; first += F::WARPS * F::PASS) {
         const int j = first + in_pass;
         const bool committed = j < at.cursor;
         if constexpr (F::CHANNEL)
             load_columns<F>(m.keys + (committed ? j : 0) * F::D_K, lane, key);
         else
-            load_columns<F>(ring_k + (committed ? j : 0) * F::D_K, lane, key);
+            load_columns<F>(m.ring_k + (committed ? j : 0) * F::D_K, lane, key);
         const float score_q = sum_over_lanes<F::LANES>(dot16(key, q));
         const float score_k = F::DELTA ? sum_over_lanes<F::LANES>(dot16(key, k)) : 0.0f;
-        if (lane % F::LANES == 0) m.scores[key_head][j] = committed ? Pair{score_q, score_k} : Pair{0.0f, 0.0f};
+        if (committed && lane % F::LANES == 0) m.scores[j] = Pair{score_q, score_k};
     }
 }

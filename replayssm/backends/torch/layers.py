@@ -1,7 +1,6 @@
 """From a layer's projections to the recurrence's inputs. Arguments: the public operators in :mod:`replayssm.ops`.
 
-One token and a window differ in what runs the recurrence, ``decode`` or ``verify``, and in the rows and tokens that
-count.
+One token and a window differ in what runs the recurrence, and in the rows and tokens that count.
 """
 
 from __future__ import annotations
@@ -12,29 +11,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from replayssm.backends.step import Step, Window
-from replayssm.backends.torch.decode import Inputs, decode
+from replayssm.backends.step import Layer, Rules, Step, Window
+from replayssm.backends.torch.decode import Inputs
+from replayssm.backends.torch.decode import decode as one_token
 from replayssm.backends.torch.verify import used_rows, verify
 from replayssm.recurrence import gdn_log_decay, inverse_norm, kda_log_decay, mamba2_time_step, sigmoid, silu
 
 
-def gdn_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-) -> Tensor:
-    """Gated DeltaNet, one token."""
-    g = gdn_log_decay(a.float(), A_log.float(), dt_bias.float())
-    normalised = step.records == "normalised"
-    return _delta_rule(q, k, v, g, b, beta_scale, scale, qk_l2norm, partial(decode, step=step), normalised)
+def decode_step(layer: Layer, rules: Rules, step: Step) -> Tensor:
+    """One token of any layer."""
+    q, k, v, a, b, rate, bias, _, _ = layer
+    if b is None:
+        return _additive_rule(layer, rules, step)
+    assert bias is not None
+    a, rate, bias = a.float(), rate.float(), bias.float()
+    g = kda_log_decay(a, rate, bias, rules.lower_bound) if layer.channel else gdn_log_decay(a, rate, bias)
+    recur, normalised = partial(one_token, step=step), step.records == "normalised"
+    return _delta_rule(q, k, v, g, b, rules.beta_scale, rules.scale, rules.l2_norm, recur, normalised)
 
 
 def gdn_verify(
@@ -59,26 +52,6 @@ def gdn_verify(
         return _delta_rule(q, k, v, g, b, beta_scale, scale, qk_l2norm, recur)
 
     return _where_used(run, step, window, v, (q, k, v, a, b))
-
-
-def kda_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-) -> Tensor:
-    """Kimi Delta Attention, one token."""
-    g = kda_log_decay(a.float(), A_log.float(), dt_bias.float(), lower_bound)
-    normalised = step.records == "normalised"
-    return _delta_rule(q, k, v, g, b, beta_scale, scale, qk_l2norm, partial(decode, step=step), normalised)
 
 
 def kda_verify(
@@ -133,27 +106,14 @@ def _delta_rule(
     return y.mul_(scale).to(v.dtype)
 
 
-def mamba2_decode(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    step: Step,
-) -> Tensor:
-    """Mamba-2, one token."""
-    delta = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max)
+def _additive_rule(layer: Layer, rules: Rules, step: Step) -> Tensor:
+    C, B, x, dt, _, A, dt_bias, D, z = layer
+    delta = time_step(dt, dt_bias, rules.softplus, rules.dt_min, rules.dt_max)
     x32 = x.float()
     rate = A.float()
     inputs = Inputs(x, delta, rate) if step.records == "inputs" else None
     q, u, g = C.float().unsqueeze(2), delta.unsqueeze(-1) * x32, delta * rate
-    y = skip_and_gate(decode("additive", q, B, u, g, None, None, step, inputs), x32, D, z)
+    y = skip_and_gate(one_token("additive", q, B, u, g, None, None, step, inputs), x32, D, z)
     if D is not None or z is not None:
         y = torch.where((step.slots < 0)[:, None, None], 0, y)
     return y.to(x.dtype)

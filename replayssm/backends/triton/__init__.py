@@ -2,7 +2,7 @@
 
 from replayssm.backends.triton.conv import causal_conv1d_update
 from replayssm.backends.triton.conv_verify import causal_conv1d_verify
-from replayssm.backends.triton.decode import gdn_decode, kda_decode, mamba2_decode
+from replayssm.backends.triton.decode import bind_decode, decode_step
 from replayssm.backends.triton.rollback import accept, commit
 from replayssm.backends.triton.state import advance, materialize, read_state
 from replayssm.backends.triton.verify import gdn_verify, kda_verify, mamba2_verify
@@ -10,14 +10,13 @@ from replayssm.backends.triton.verify import gdn_verify, kda_verify, mamba2_veri
 __all__ = [
     "accept",
     "advance",
+    "bind_decode",
     "causal_conv1d_update",
     "causal_conv1d_verify",
     "commit",
-    "gdn_decode",
+    "decode_step",
     "gdn_verify",
-    "kda_decode",
     "kda_verify",
-    "mamba2_decode",
     "mamba2_verify",
     "materialize",
     "read_state",

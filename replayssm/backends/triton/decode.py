@@ -7,6 +7,7 @@ holds and writes it once. Slots, cursors and the flush decision are read on the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.backends.step import Step
+from replayssm.backends.step import Layer, Rules, Step, counted_off
 from replayssm.backends.triton.gates import gate, sigmoid
 from replayssm.recurrence import NORM_EPS
 
@@ -357,168 +358,141 @@ def check_dense(**tensors: Tensor) -> None:
             )
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    rate: Tensor,
-    bias: Tensor | None,
-    step: Step,
-    *,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    scale: float = 1.0,
-    beta_scale: float = 1.0,
-    lower_bound: float | None = None,
-    l2_norm: bool = False,
-    softplus: bool = True,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    num_tokens: Tensor | None = None,
-) -> Tensor:
-    """Run the kernel on the tensors of any of the layers; the rule is the delta rule where b is given.
+def decode_step(layer: Layer, rules: Rules, step: Step, num_tokens: Tensor | None = None) -> Tensor:
+    """One token of any layer.
 
     With ``num_tokens [B]`` it is a verify window of one token, or none: a full ring is folded without the token, whose
     key and decay the caller stores.
     """
-    check_dense(checkpoint=step.checkpoint, ring_u=step.ring_u, ring_k=step.ring_k, ring_g=step.ring_g)
+    layer = _readable(layer, step)
+    out = step.out
+    if out is None:
+        out = torch.empty_like(layer.v, memory_format=torch.contiguous_format)
+    if not layer.v.shape[0]:
+        return out
+    q, k, v, a, b, rate, bias, D, z = layer
     checkpoint_slot = step.slots if step.checkpoint_slot is None else step.checkpoint_slot
-    check_dense(write_pos=step.write_pos[None], checkpoint_slot=checkpoint_slot[None], slots=step.slots[None])
-    batch, num_v_heads, head_v_dim = v.shape
-    num_k_heads, head_k_dim = k.shape[1:]
-    q, k, v, z = (None if t is None else _last_dim_contiguous(t) for t in (q, k, v, z))  # type: ignore[assignment]
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    rate, bias = (None if t is None else t.contiguous() for t in (rate, bias))  # type: ignore[assignment]
-    channel = a.dim() == 3
-    if channel:
-        a = _last_dim_contiguous(a)
-    y = step.out
-    if y is None:
-        y = torch.empty((batch, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
-    if not batch:
-        return y
-    ring_rows = step.ring_u.shape[2]
-    cut = tiling(head_v_dim, head_k_dim, ring_rows, channel, step.checkpoint.element_size())
-    b_or_a = a if b is None else b
-    z_or_v = v if z is None else z
-    tiles = tiles_of_a_program(batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows))
-    _decode_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows * tiles))](
+    plan = _plan(layer, rules, step, window=num_tokens is not None)
+    _decode_kernel[plan.grid](
         q,
         k,
         v,
         a,
-        b_or_a,
+        a if b is None else b,
         rate,
         rate if bias is None else bias,
         rate if D is None else D,
-        z_or_v,
-        y,
-        step.checkpoint,
-        step.ring_u,
-        step.ring_k,
-        step.ring_g,
-        step.write_pos,
+        v if z is None else z,
+        out,
+        *step[:5],
         checkpoint_slot,
         step.slots,
         step.slots if step.force_flush is None else step.force_flush,
         step.slots if num_tokens is None else num_tokens,
-        scale,
-        beta_scale,
-        0.0 if lower_bound is None else lower_bound,
-        *dt_limit,
-        step.flush_period,
-        tiles,
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        *(a.stride(0), a.stride(1), b_or_a.stride(0), b_or_a.stride(1), z_or_v.stride(0), z_or_v.stride(1)),
+        *plan.numbers,
+        **plan.constants,
+    )
+    return out
+
+
+def bind_decode(tensors: Sequence[Tensor], rules: Rules, flush_period: int) -> Callable[..., Tensor] | None:
+    """How calls of one look run that need no more checks; None for those whose tensors have to be copied first.
+
+    Args:
+        tensors: of one of them: those of a layer, then of a step, ABSENT for what isn't there.
+        rules: of the layer.
+        flush_period: L.
+    """
+    layer, step = counted_off(tensors, flush_period)
+    readable = _readable(layer, step)
+    if any(x is not y for x, y in zip(layer, readable, strict=True)) or not layer.v.shape[0]:
+        return None
+    plan = _plan(layer, rules, step, window=False)
+    has_b, has_bias, has_D, has_z, forced = (layer.b, layer.bias, layer.D, layer.z, step.force_flush)
+    b_at, bias_at = 3 if has_b is None else 4, 5 if has_bias is None else 6
+    D_at, z_at = 5 if has_D is None else 7, 2 if has_z is None else 8
+    force_at = 15 if forced is None else 16
+    start = _decode_kernel[plan.grid]
+
+    def run(*given: Tensor) -> Tensor:
+        out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
+        optional = (given[b_at], given[5], given[bias_at], given[D_at], given[z_at])
+        slots = given[15]
+        start(*given[:4], *optional, out, *given[9:16], given[force_at], slots, *plan.numbers, **plan.constants)
+        return out
+
+    return run
+
+
+class _Plan(NamedTuple):
+    """What of a launch follows from shapes, strides, dtypes and options."""
+
+    grid: tuple[int, int, int]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+
+
+def _plan(layer: Layer, rules: Rules, step: Step, *, window: bool) -> _Plan:
+    q, k, v, a, b, _, bias, D, z = layer
+    batch, num_v_heads, head_v_dim = v.shape
+    num_k_heads, head_k_dim = k.shape[1:]
+    ring_rows, channel = step.ring_u.shape[2], layer.channel
+    cut = tiling(head_v_dim, head_k_dim, ring_rows, channel, step.checkpoint.element_size())
+    tiles = tiles_of_a_program(batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows))
+    strided = (q, k, v, a, a if b is None else b, v if z is None else z)
+    numbers = (
+        *(rules.scale, rules.beta_scale, rules.lower_bound or 0.0, rules.dt_min, rules.dt_max),
+        *(step.flush_period, tiles),
+        *(stride for tensor in strided for stride in tensor.stride()[:2]),
         *(0 if D is None else D.stride(0), 0 if D is None or D.dim() == 1 else D.stride(1)),
         *(t.stride(0) for t in (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)),
-        NUM_V_HEADS=num_v_heads,
-        GROUP=num_v_heads // num_k_heads,
-        HEAD_V_DIM=head_v_dim,
-        HEAD_K_DIM=head_k_dim,
-        RING_ROWS=ring_rows,
-        CHANNEL_GATE=channel,
-        DELTA_RULE=b is not None,
-        BOUNDED=lower_bound is not None,
-        L2_NORM=l2_norm,
-        SOFTPLUS=softplus,
-        HAS_BIAS=bias is not None,
-        HAS_D=D is not None,
-        HAS_Z=z is not None,
-        ROW_CURSORS=step.checkpoint_slot is None,
-        NORMAL_KEYS=step.records == "normalised",
-        INPUT_RECORDS=step.records == "inputs",
-        ZERO_PADDING=step.zero_padding,
-        FORCED=step.force_flush is not None,
-        WINDOW=num_tokens is not None,
-        EPS=NORM_EPS,
-        BLOCK_V=cut.rows,
-        BLOCK_K=cut.columns,
-        BLOCK_R=cut.records,
-        CHUNKS=triton.cdiv(triton.next_power_of_2(ring_rows), cut.records),
-        num_warps=cut.num_warps,
-        enable_fp_fusion=fuses(head_v_dim, head_k_dim),
     )
-    return y
+    constants = {
+        "NUM_V_HEADS": num_v_heads,
+        "GROUP": num_v_heads // num_k_heads,
+        "HEAD_V_DIM": head_v_dim,
+        "HEAD_K_DIM": head_k_dim,
+        "RING_ROWS": ring_rows,
+        "CHANNEL_GATE": channel,
+        "DELTA_RULE": b is not None,
+        "BOUNDED": rules.lower_bound is not None,
+        "L2_NORM": rules.l2_norm,
+        "SOFTPLUS": rules.softplus,
+        "HAS_BIAS": bias is not None,
+        "HAS_D": D is not None,
+        "HAS_Z": z is not None,
+        "ROW_CURSORS": step.checkpoint_slot is None,
+        "NORMAL_KEYS": step.records == "normalised",
+        "INPUT_RECORDS": step.records == "inputs",
+        "ZERO_PADDING": step.zero_padding,
+        "FORCED": step.force_flush is not None,
+        "WINDOW": window,
+        "EPS": NORM_EPS,
+        "BLOCK_V": cut.rows,
+        "BLOCK_K": cut.columns,
+        "BLOCK_R": cut.records,
+        "CHUNKS": triton.cdiv(triton.next_power_of_2(ring_rows), cut.records),
+        "num_warps": cut.num_warps,
+        "enable_fp_fusion": fuses(head_v_dim, head_k_dim),
+    }
+    return _Plan((batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows * tiles)), numbers, constants)
+
+
+def _readable(layer: Layer, step: Step) -> Layer:
+    """The layer, with copies of those tensors that don't lie in memory as the kernel reads them.
+
+    Raises:
+        ValueError: the state doesn't.
+    """
+    check_dense(checkpoint=step.checkpoint, ring_u=step.ring_u, ring_k=step.ring_k, ring_g=step.ring_g)
+    checkpoint_slot = step.slots if step.checkpoint_slot is None else step.checkpoint_slot
+    check_dense(write_pos=step.write_pos[None], checkpoint_slot=checkpoint_slot[None], slots=step.slots[None])
+    q, k, v, a, b, rate, bias, D, z = layer
+    q, k, v = map(_last_dim_contiguous, (q, k, v))
+    a = _last_dim_contiguous(a) if layer.channel else a
+    z = None if z is None else _last_dim_contiguous(z)
+    return Layer(q, k, v, a, b, rate.contiguous(), None if bias is None else bias.contiguous(), D, z)
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def gdn_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-) -> Tensor:
-    """Gated DeltaNet, see :func:`replayssm.ops.gdn_decode`."""
-    numbers: dict[str, Any] = {"scale": scale, "beta_scale": beta_scale, "l2_norm": qk_l2norm}
-    return launch(q, k, v, a, b, A_log, dt_bias, step, **numbers)
-
-
-def kda_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-) -> Tensor:
-    """Kimi Delta Attention, see :func:`replayssm.ops.kda_decode`."""
-    numbers: dict[str, Any] = {"scale": scale, "beta_scale": beta_scale, "l2_norm": qk_l2norm}
-    return launch(q, k, v, a, b, A_log, dt_bias, step, lower_bound=lower_bound, **numbers)
-
-
-def mamba2_decode(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    step: Step,
-) -> Tensor:
-    """Mamba-2, see :func:`replayssm.ops.mamba2_decode`."""
-    return launch(C, B, x, dt, None, A, dt_bias, step, D=D, z=z, softplus=dt_softplus, dt_limit=(dt_min, dt_max))

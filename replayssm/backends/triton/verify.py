@@ -2,33 +2,34 @@
 
 A program of the first kernel holds ``BLOCK_V`` rows of one value head's state. It goes once over the key channels,
 ``BLOCK_K`` at a time, and multiplies the window's q and k with the window's keys, the ring's keys and the checkpoint
-(equation in :mod:`replayssm.backends.torch.verify`, same letters); where the ring is full it folds the committed
-records into the piece of the checkpoint that it holds. Then it solves for the updates, token after token.
+(equation in :mod:`replayssm.backends.torch.verify`, same letters). Then it solves for the updates, token after token.
+Where the ring is full it folds the committed records into its rows of the checkpoint, which it takes once more, from a
+cache: within the first pass, the fold would keep registers that all other windows need.
 
 The update vectors' rows of the ring belong to the program; keys and decays don't: other tiles, and other value heads
 of the same key head, may still read the rows that a fold sets free. So a second kernel stores those, behind the first
 one in the stream.
 
-Products run on the matrix units: a float32 is the sum of two tf32 numbers, the product of the two small ones is left
-out. Whole rows of 128 channels at once would take all registers and spill.
+Products run on the matrix units. The checkpoint is their left side, and its rows are many; q and k are the right side,
+as few columns as the window needs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from replayssm.backends.step import Step, Window
+from replayssm.backends.step import Layer, Rules, Step, Window
 from replayssm.backends.triton import decode
 from replayssm.backends.triton.decode import check_dense, fuses
 from replayssm.backends.triton.gates import gate, sigmoid
 from replayssm.recurrence import NORM_EPS
 
-BLOCK_T = 16  # tokens of a window, and records that are read together
+FOLD_COLUMNS = 16  # of the state, that a fold takes at a time
 
 
 @triton.jit
@@ -38,9 +39,24 @@ def _high(x):
 
 
 @triton.jit
-def _product(a, b, total, A_EXACT: tl.constexpr, B_EXACT: tl.constexpr, TF32: tl.constexpr):
-    """``total + a b`` to float32's precision. EXACT: it came from 16 bits, so tf32 holds it, and a term is saved."""
-    if TF32:  # added outside the matrix units, which cut what they add to a total instead of rounding it
+def _product(a, b, total, TF32: tl.constexpr, NARROW: tl.constexpr):
+    """``total + a b`` to float32's precision, from as few products of the matrix units as that takes.
+
+    They are added outside the matrix units, which cut what they add to a total instead of rounding it.
+    """
+    A_EXACT: tl.constexpr = a.dtype.primitive_bitwidth == 16
+    B_EXACT: tl.constexpr = b.dtype.primitive_bitwidth == 16
+    if NARROW and A_EXACT and a.dtype == b.dtype:
+        return total + tl.dot(a, b)
+    if NARROW and a.dtype == tl.bfloat16 and not B_EXACT:  # a float32 is the sum of three bfloat16
+        first = b.to(tl.bfloat16)
+        rest = b - first.to(tl.float32)
+        second = rest.to(tl.bfloat16)
+        third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+        return total + (tl.dot(a, first) + (tl.dot(a, second) + tl.dot(a, third)))
+    if TF32:  # and the sum of two tf32; the product of the two small ones is left out
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
         a_high = a if A_EXACT else _high(a)
         b_high = b if B_EXACT else _high(b)
         product = tl.dot(a_high, b_high, input_precision="tf32")
@@ -49,16 +65,36 @@ def _product(a, b, total, A_EXACT: tl.constexpr, B_EXACT: tl.constexpr, TF32: tl
         if not B_EXACT:
             product += tl.dot(a_high, b - b_high, input_precision="tf32")
         return total + product
-    return tl.dot(a, b, total, input_precision="ieee")
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
 
 
 @triton.jit
-def _parent(node, parents_at, TREE: tl.constexpr):
-    """The token that each of these follows, −1 for the committed state; below the token itself, so that walks end."""
-    before = node - 1
+def _path(row, column, count, parents_at, TREE: tl.constexpr):
+    """Whether the token of a row is on the path to the token of a column, which is included."""
+    path = row[:, None] <= column[None, :]
     if TREE:
-        before = tl.minimum(before, tl.load(parents_at + node, mask=node >= 0, other=-1))
-    return tl.maximum(before, -1)
+        node = tl.where(column < count, column, -1)
+        path = row[:, None] == node[None, :]
+        for _ in range(count):  # a parent is below its token, whatever was given, so that walks end
+            parent = tl.load(parents_at + node, mask=node >= 0, other=-1)
+            node = tl.maximum(tl.minimum(node - 1, parent), -1)
+            path = path | (row[:, None] == node[None, :])
+    return path & (row >= 0)[:, None] & (column < count)[None, :]
+
+
+@triton.jit
+def _decayed_keys(keys, g_at, record, cursor, dim_k, is_k, HEAD_K_DIM: tl.constexpr, TF32: tl.constexpr):
+    """The ring's keys, each decayed by the records behind it, and the decay of the state before them all."""
+    is_g = (record < cursor)[:, None] & is_k[None, :]
+    g = tl.load(g_at + record[:, None] * HEAD_K_DIM + dim_k[None, :], mask=is_g, other=0.0)
+    g = tl.maximum(g, -1e30)  # for the zeros of a sum as a product; its terms have one sign, so nothing cancels
+    later = (record[None, :] > record[:, None]).to(tl.float32)
+    if TF32:
+        behind = tl.dot(later, _high(g), input_precision="tf32")
+        behind += tl.dot(later, g - _high(g), input_precision="tf32")
+    else:
+        behind = tl.dot(later, g, input_precision="ieee")
+    return keys.to(tl.float32) * tl.exp(behind), tl.exp(tl.sum(g, axis=0))
 
 
 @triton.jit
@@ -133,205 +169,180 @@ def _verify_kernel(
     TREE: tl.constexpr,
     CLAMPED: tl.constexpr,
     TF32: tl.constexpr,
+    NARROW: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    FOLD_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    # Widths known at compile time: what came from 16 bits is exact in tf32, and its products need a term less.
-    X_EXACT: tl.constexpr = (k_ptr.dtype.element_ty.primitive_bitwidth == 16) and not CHANNEL_GATE  # else decayed
-    S_EXACT: tl.constexpr = checkpoint_ptr.dtype.element_ty.primitive_bitwidth == 16
-    U_EXACT: tl.constexpr = (ring_u_ptr.dtype.element_ty.primitive_bitwidth == 16) and CHANNEL_GATE
-
+    # Columns are what the state is multiplied with: the window's queries, and for the delta rule its keys behind them.
+    QUERIES: tl.constexpr = BLOCK_T if DELTA_RULE else 0
+    COLUMNS: tl.constexpr = QUERIES + BLOCK_T
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     k_head_index = head // GROUP
     dim_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    token = tl.arange(0, BLOCK_T)
-    wide = token.to(tl.int64)[:, None]
     is_v = dim_v < HEAD_V_DIM
-    y_at = y_ptr + ((row * tokens + token)[:, None] * NUM_V_HEADS + head) * HEAD_V_DIM + dim_v[None, :]
-    is_y = (token < tokens)[:, None] & is_v[None, :]
+    column = tl.arange(0, COLUMNS)
+    token = column % BLOCK_T
+    wide = token.to(tl.int64)
+    is_query = column < BLOCK_T
+    is_update = column >= QUERIES
+    y_at = y_ptr + ((row * tokens + token)[None, :] * NUM_V_HEADS + head) * HEAD_V_DIM + dim_v[:, None]
+    is_y = (is_query & (token < tokens))[None, :] & is_v[:, None]
 
     slot = tl.load(slots_ptr + row).to(tl.int64)
     count = tl.load(num_tokens_ptr + row)
     if (slot < 0) | (count <= 0):
-        tl.store(y_at, tl.zeros([BLOCK_T, BLOCK_V], tl.float32).to(y_ptr.dtype.element_ty), mask=is_y)
+        tl.store(y_at, tl.zeros([BLOCK_V, COLUMNS], tl.float32).to(y_ptr.dtype.element_ty), mask=is_y)
         return
     cursor = tl.load(write_pos_ptr + slot)
     source = tl.load(checkpoint_slot_ptr + slot).to(tl.int64)
     folds = cursor + count > RING_ROWS
 
-    state_at = checkpoint_ptr + source * checkpoint_stride + (head * HEAD_V_DIM + dim_v)[None, :] * HEAD_K_DIM
+    state_at = checkpoint_ptr + source * checkpoint_stride + (head * HEAD_V_DIM + dim_v)[:, None] * HEAD_K_DIM
     to_own = (slot - source) * checkpoint_stride  # from there to the slot's own checkpoint
     ring_k_at = ring_k_ptr + slot * ring_k_stride + k_head_index * RING_ROWS * HEAD_K_DIM
     ring_u_at = ring_u_ptr + slot * ring_u_stride + head * RING_ROWS * HEAD_V_DIM
     used = token < count  # the other tokens are zeros in all that follows
-    q_at = q_ptr + row * q_row + k_head_index * q_head
+    x_at = q_ptr + row * q_row + k_head_index * q_head + wide[:, None] * q_token
     k_at = k_ptr + row * k_row + k_head_index * k_head
     a_at = a_ptr + row * a_row + head * a_head
     rate = tl.load(rate_ptr + head).to(tl.float32)
-    parents_at = parents_ptr + row * parents_row
+    path = _path(tl.where(is_update, token, -1), token, count, parents_ptr + row * parents_row, TREE)
     record = tl.arange(0, BLOCK_R)
     is_record = record < cursor
-    follows = record + 1 < cursor
-    records_at = ring_u_at + record[:, None] * HEAD_V_DIM + dim_v[None, :]
-    is_update = is_record[:, None] & is_v[None, :]
+    records_at = ring_u_at + record[None, :] * HEAD_V_DIM + dim_v[:, None]
+    ring_g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS * (HEAD_K_DIM if CHANNEL_GATE else 1)
 
-    if not CHANNEL_GATE:
-        # Decays of the records, summed from the newest back; then all tokens walk back along their paths together,
-        # with γ_ij of each token j that they meet, and γ_i in the end.
-        ring_g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS
+    if not CHANNEL_GATE:  # decays of the records, summed from the newest back, and of the window
+        follows = record + 1 < cursor
         next_g = tl.load(ring_g_at + record + 1, mask=follows, other=0.0)
         after = tl.exp(tl.cumsum(next_g, axis=0, reverse=True))
         total = tl.exp(tl.sum(next_g, axis=0) + tl.load(ring_g_at, mask=cursor > 0, other=0.0))
-        a = tl.load(a_at + token.to(tl.int64) * a_token, mask=used, other=0.0).to(tl.float32)
+        a = tl.load(a_at + wide * a_token, mask=used, other=0.0).to(tl.float32)
         if HAS_BIAS:
             a += tl.load(bias_ptr + head).to(tl.float32)
         g, delta = gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
-        behind = tl.zeros([BLOCK_T], tl.float32)
-        between = tl.full([BLOCK_T, BLOCK_T], float("-inf"), tl.float32)
-        node = tl.where(used, token, -1)
-        for _ in range(count):
-            met = node[:, None] == token[None, :]
-            between = tl.where(met, behind[:, None], between)
-            behind += tl.sum(tl.where(met, g[None, :], 0.0), axis=1)
-            node = _parent(node, parents_at, TREE)
-        between = tl.exp(between)
-        decay = tl.exp(behind)
+        decay = tl.exp(tl.sum(tl.where(path, g[:, None], 0.0), axis=0))
 
-    # One pass over the key channels: products of q and k with the window's keys, the ring's, and the checkpoint.
-    weight_q = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)  # [i, j]: e^γ_ij (k_j·q_i), 0 where j isn't on the path to i
-    weight_k = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-    score_q = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    score_k = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    sq = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-    sk = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-    squares_q = tl.zeros([BLOCK_T], tl.float32)
-    squares_k = tl.zeros([BLOCK_T], tl.float32)
-    for first in range(0, HEAD_K_DIM, BLOCK_K):
+    # One pass over the key channels: products of the columns with the window's keys, the ring's, and the checkpoint.
+    weight = tl.zeros([COLUMNS, COLUMNS], tl.float32)  # [j, i]: k_j·x_i, of a channel gate e^γ_ij between them
+    score = tl.zeros([BLOCK_R, COLUMNS], tl.float32)
+    product = tl.zeros([BLOCK_V, COLUMNS], tl.float32)
+    squares = tl.zeros([COLUMNS, BLOCK_K], tl.float32)  # summed at last: see decode.fuses
+    for first in tl.range(0, HEAD_K_DIM, BLOCK_K, num_stages=STAGES):
         dim_k = first + tl.arange(0, BLOCK_K)
         is_k = dim_k < HEAD_K_DIM
-        is_tile = is_k[:, None] & is_v[None, :]
-        state = tl.load(state_at + dim_k[:, None], mask=is_tile, other=0.0).to(tl.float32)
+        state = tl.load(state_at + dim_k[None, :], mask=is_v[:, None] & is_k[None, :], other=0.0)
         is_key = is_record[:, None] & is_k[None, :]
-        keys = tl.load(ring_k_at + record[:, None] * HEAD_K_DIM + dim_k[None, :], mask=is_key, other=0.0).to(tl.float32)
-        is_x = used[:, None] & is_k[None, :]
-        q = tl.load(q_at + wide * q_token + dim_k[None, :], mask=is_x, other=0.0).to(tl.float32)
-        k = tl.load(k_at + wide * k_token + dim_k[None, :], mask=is_x, other=0.0).to(tl.float32)
+        keys = tl.load(ring_k_at + record[:, None] * HEAD_K_DIM + dim_k[None, :], mask=is_key, other=0.0)
+        x = tl.load(x_at + dim_k[None, :], mask=(used & is_query)[:, None] & is_k[None, :], other=0.0)
+        is_new = (used & is_update)[:, None] & is_k[None, :]
+        new_keys = tl.load(k_at + wide[:, None] * k_token + dim_k[None, :], mask=is_new, other=0.0)
+        if DELTA_RULE:
+            x = tl.where(is_query[:, None], x, new_keys)
+            new_keys = x
         if L2_NORM:
-            squares_q += tl.sum(q * q, axis=1)
-            squares_k += tl.sum(k * k, axis=1)
+            squares += x.to(tl.float32) * x.to(tl.float32)
         if CHANNEL_GATE:
+            node = tl.arange(0, BLOCK_T)  # as column, but each token once
             bias = tl.load(bias_ptr + head * HEAD_K_DIM + dim_k, mask=is_k, other=0.0).to(tl.float32)
-            node = tl.where(used, token, -1)
-            behind = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-            for _ in range(count):  # as above, per channel
-                at = tl.maximum(node, 0).to(tl.int64)[:, None]
-                is_node = (node >= 0)[:, None] & is_k[None, :]
-                key = tl.load(k_at + at * k_token + dim_k[None, :], mask=is_node, other=0.0).to(tl.float32)
-                key *= tl.exp(behind)
-                a = tl.load(a_at + at * a_token + dim_k[None, :], mask=is_node, other=0.0).to(tl.float32)
-                g, _delta = gate(a + bias[None, :], rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
-                behind += tl.where(is_node, g, 0.0)
-                met = node[:, None] == token[None, :]
-                weight_q += tl.where(met, tl.sum(key * q, axis=1)[:, None], 0.0)
-                if DELTA_RULE:
-                    weight_k += tl.where(met, tl.sum(key * k, axis=1)[:, None], 0.0)
-                node = _parent(node, parents_at, TREE)
-            ring_g_at = ring_g_ptr + slot * ring_g_stride + head * RING_ROWS * HEAD_K_DIM + dim_k
-            next_g = tl.load(
-                ring_g_at[None, :] + (record + 1)[:, None] * HEAD_K_DIM,
-                mask=follows[:, None] & is_k[None, :],
-                other=0.0,
-            )
-            first_g = tl.load(ring_g_at, mask=dim_k < tl.where(cursor > 0, HEAD_K_DIM, 0), other=0.0)
-            keys *= tl.exp(tl.cumsum(next_g, axis=0, reverse=True))
-            total_k = tl.exp(tl.sum(next_g, axis=0) + first_g)
-            decay_k = tl.exp(behind)
-            q *= decay_k
-            k *= decay_k
-            score_q = _product(q, tl.trans(keys), score_q, False, False, TF32)
-            score_k = _product(k, tl.trans(keys), score_k, False, False, TF32)
-            sq = _product(q * total_k[None, :], state, sq, False, S_EXACT, TF32)
-            sk = _product(k * total_k[None, :], state, sk, False, S_EXACT, TF32)
+            is_a = (node < count)[:, None] & is_k[None, :]
+            a = tl.load(a_at + node.to(tl.int64)[:, None] * a_token + dim_k[None, :], mask=is_a, other=0.0)
+            a = a.to(tl.float32) + bias[None, :]
+            g, _delta = gate(a, rate, lower_bound, dt_min, dt_max, DELTA_RULE, BOUNDED, SOFTPLUS)
+            behind = tl.zeros([COLUMNS, BLOCK_K], tl.float32)
+            x = x.to(tl.float32)
+            for back in range(count):  # what lies behind token j on the path to i
+                j = count - 1 - back
+                key = tl.load(k_at + j.to(tl.int64) * k_token + dim_k, mask=is_k, other=0.0).to(tl.float32)
+                with_j = tl.sum(x * tl.exp(behind) * key[None, :], axis=1)
+                weight = tl.where((column == j + QUERIES)[:, None] & path, weight + with_j[None, :], weight)
+                g_j = tl.sum(tl.where((node == j)[:, None], g, 0.0), axis=0)
+                if TREE:
+                    on_path = tl.sum(((column == j + QUERIES)[:, None] & path).to(tl.int32), axis=0) > 0
+                else:
+                    on_path = token >= j
+                behind += tl.where(on_path[:, None], g_j[None, :], 0.0)
+            keys, total_k = _decayed_keys(keys, ring_g_at, record, cursor, dim_k, is_k, HEAD_K_DIM, TF32)
+            x *= tl.exp(behind)
+            score = _product(keys, tl.trans(x), score, TF32, NARROW)
+            product = _product(state, tl.trans(x * total_k[None, :]), product, TF32, NARROW)
         else:
-            weight_q = _product(q, tl.trans(k), weight_q, X_EXACT, X_EXACT, TF32)
-            score_q = _product(q, tl.trans(keys), score_q, X_EXACT, X_EXACT, TF32)
-            sq = _product(q, state, sq, X_EXACT, S_EXACT, TF32)
-            if DELTA_RULE:
-                weight_k = _product(k, tl.trans(k), weight_k, X_EXACT, X_EXACT, TF32)
-                score_k = _product(k, tl.trans(keys), score_k, X_EXACT, X_EXACT, TF32)
-                sk = _product(k, state, sk, X_EXACT, S_EXACT, TF32)
-        if folds:  # the committed records, into the tile at hand
-            updates = tl.load(records_at, mask=is_update, other=0.0).to(tl.float32)
-            if CHANNEL_GATE:
-                state *= total_k[:, None]
-            else:
-                state *= total
-                updates *= after[:, None]
-            state = _product(tl.trans(keys), updates, state, X_EXACT, U_EXACT, TF32)
-            tl.store(state_at + to_own + dim_k[:, None], state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
+            weight = _product(new_keys, tl.trans(x), weight, TF32, NARROW)
+            score = _product(keys, tl.trans(x), score, TF32, NARROW)
+            product = _product(state, tl.trans(x), product, TF32, NARROW)
 
-    records = tl.load(records_at, mask=is_update, other=0.0).to(tl.float32)
+    records = tl.load(records_at, mask=is_record[None, :] & is_v[:, None], other=0.0)
     if CHANNEL_GATE:
-        sq = _product(score_q, records, sq, False, U_EXACT, TF32)
-        sk = _product(score_k, records, sk, False, U_EXACT, TF32)
+        product = _product(records, score, product, TF32, NARROW)
     else:
-        records *= after[:, None]
-        sq = _product(score_q, records, sq * total, False, False, TF32) * decay[:, None]
-        weight_q = tl.where(between > 0.0, weight_q * between, 0.0)
-        if DELTA_RULE:
-            sk = _product(score_k, records, sk * total, False, False, TF32) * decay[:, None]
-            weight_k = tl.where(between > 0.0, weight_k * between, 0.0)
+        product = _product(records, score * after[:, None], product * total, TF32, NARROW) * decay[None, :]
 
-    # Updates, as the ring keeps them (with the keys' norms), and outputs, token after token. A weight of 0 takes
-    # nothing: what isn't on the path may have overflowed.
-    is_u = used[:, None] & is_v[None, :]
-    v_at = v_ptr + row * v_row + head * v_head + dim_v[None, :]
-    v = tl.load(v_at + wide * v_token, mask=is_u, other=0.0).to(tl.float32)
-    if DELTA_RULE:
-        b_at = b_ptr + row * b_row + head * b_head + token.to(tl.int64) * b_token
-        beta = beta_scale * sigmoid(tl.load(b_at, mask=used, other=0.0).to(tl.float32))
-        if L2_NORM:
-            k_norm = 1.0 / tl.sqrt_rn(squares_k + EPS)
-            updates = (beta * k_norm)[:, None] * (v - k_norm[:, None] * sk)
-            weight_k *= (beta * k_norm * k_norm)[:, None]
-        else:
-            updates = beta[:, None] * (v - sk)
-            weight_k *= beta[:, None]
-    else:
-        updates = delta[:, None] * v
-    for i in range(count):
-        is_i = (token == i)[:, None]
-        if DELTA_RULE:
-            w = tl.sum(tl.where(is_i & (token < i)[None, :], weight_k, 0.0), axis=0)[:, None]
-            taken = tl.sum(tl.where(w != 0.0, w * updates, 0.0), axis=0)
-            updates = tl.where(is_i, updates - taken[None, :], updates)
-        w = tl.sum(tl.where(is_i, weight_q, 0.0), axis=0)[:, None]
-        added = tl.sum(tl.where(w != 0.0, w * updates, 0.0), axis=0)
-        sq = tl.where(is_i, sq + added[None, :], sq)
-    y = sq
-    if DELTA_RULE:
-        y *= scale
+    # Outputs and, as the ring keeps them (with the keys' norms), updates. The weights of what follows from an update
+    # take the same factors.
+    is_u = (used & is_update)[None, :] & is_v[:, None]
+    v_at = v_ptr + row * v_row + head * v_head + dim_v[:, None] + wide[None, :] * v_token
+    v = tl.load(v_at, mask=is_u, other=0.0).to(tl.float32)
+    norm = tl.full([COLUMNS], 1.0, tl.float32)
     if L2_NORM:
-        y *= (1.0 / tl.sqrt_rn(squares_q + EPS))[:, None]
+        norm = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) + EPS)
+    if DELTA_RULE:
+        b = tl.load(b_ptr + row * b_row + head * b_head + wide * b_token, mask=used, other=0.0)
+        factor = beta_scale * sigmoid(b.to(tl.float32)) * norm
+        product = tl.where(is_query[None, :], product, factor[None, :] * (v - norm[None, :] * product))
+        weight *= tl.where(is_query, -1.0, factor * norm)[None, :]
+        updates = product
+    else:
+        weight = -weight
+        updates = delta[None, :] * v
+    # Token after token. A weight of 0 takes nothing: what isn't on the path may have overflowed.
+    for j in range(count):
+        is_j = column == j + QUERIES
+        takes = is_query | (token > j)
+        w = tl.sum(tl.where(is_j[:, None] & path & takes[None, :], weight, 0.0), axis=0)
+        if not CHANNEL_GATE:
+            w *= tl.exp(tl.sum(tl.where(path & (token > j)[:, None], g[:, None], 0.0), axis=0))
+        update = tl.sum(tl.where(is_j[None, :], updates, 0.0), axis=1)
+        product = tl.where((w != 0.0)[None, :], product - w[None, :] * update[:, None], product)
+        if DELTA_RULE:
+            updates = product
+    y = product
+    if DELTA_RULE:
+        y *= scale * norm[None, :]
     if HAS_D:
-        y += tl.load(d_ptr + head * d_head + dim_v * d_dim, mask=is_v, other=0.0).to(tl.float32)[None, :] * v
+        y += tl.load(d_ptr + head * d_head + dim_v * d_dim, mask=is_v, other=0.0).to(tl.float32)[:, None] * v
     if HAS_Z:
-        z_at = z_ptr + row * z_row + head * z_head + dim_v[None, :] + wide * z_token
+        z_at = z_ptr + row * z_row + head * z_head + dim_v[:, None] + wide[None, :] * z_token
         z = tl.load(z_at, mask=is_u, other=0.0).to(tl.float32)
         y *= z * sigmoid(z)
-    tl.store(y_at, tl.where(is_u, y, 0.0).to(y_ptr.dtype.element_ty), mask=is_y)
+    tl.store(y_at, tl.where(used[None, :], y, 0.0).to(y_ptr.dtype.element_ty), mask=is_y)
+
+    if folds:  # the committed records, into the rows at hand, which the caches still hold
+        for first in range(0, HEAD_K_DIM, FOLD_K):
+            dim_k = first + tl.arange(0, FOLD_K)
+            is_k = dim_k < HEAD_K_DIM
+            is_tile = is_v[:, None] & is_k[None, :]
+            is_key = is_record[:, None] & is_k[None, :]
+            keys = tl.load(ring_k_at + record[:, None] * HEAD_K_DIM + dim_k[None, :], mask=is_key, other=0.0)
+            state = tl.load(state_at + dim_k[None, :], mask=is_tile, other=0.0).to(tl.float32)
+            if CHANNEL_GATE:
+                keys, total_k = _decayed_keys(keys, ring_g_at, record, cursor, dim_k, is_k, HEAD_K_DIM, TF32)
+                state *= total_k[None, :]
+            else:
+                keys = keys.to(tl.float32) * after[:, None]
+                state *= total
+            state = _product(records, keys, state, TF32, NARROW)
+            tl.store(state_at + to_own + dim_k[None, :], state.to(checkpoint_ptr.dtype.element_ty), mask=is_tile)
+        tl.debug_barrier()  # the records were read
 
     if CLAMPED:
         updates = tl.clamp(updates, -65504.0, 65504.0)  # infinity in a record would stay for good
-    start = cursor
-    if folds:
-        start = 0
-        tl.debug_barrier()  # the records were read from the rows that the window's go to
-    u_at = ring_u_at + (start + token)[:, None] * HEAD_V_DIM + dim_v[None, :]
+    u_at = ring_u_at + (tl.where(folds, 0, cursor) + token)[None, :] * HEAD_V_DIM + dim_v[:, None]
     tl.store(u_at, updates.to(ring_u_ptr.dtype.element_ty), mask=is_u)
 
 
@@ -406,13 +417,48 @@ def _append_kernel(
         tl.store(ring_k_at + dim_k[None, :], key, mask=is_key)
 
 
-def window_tile(head_v_dim: int, delta: bool) -> tuple[int, int, int]:
-    """Rows of the state in one program, the columns that it takes at a time, and its warps.
+class WindowTiling(NamedTuple):
+    """How the work of one row and value head is cut; the same for every batch, so that a row's bits are, too.
 
-    Of nine choices measured on an H200, the fastest that spills on no GPU.
+    Attributes:
+        tokens: of the window, padded.
+        rows: of the state, in one program.
+        columns: of the state, at a time.
+        num_warps: of a program.
+        stages: of the loop over columns, whose loads run ahead.
     """
-    rows, columns, warps = (64, 16, 4) if delta else (32, 32, 2)
-    return max(16, min(triton.next_power_of_2(head_v_dim), rows)), columns, warps
+
+    tokens: int
+    rows: int
+    columns: int
+    num_warps: int
+    stages: int
+
+
+def window_tiling(tokens: int, head_v_dim: int, ring_rows: int, channel: bool, state_bytes: int) -> WindowTiling:
+    """The choice for a window's length and a layer's shape: for a ring of 16 rows the fastest measured on an H200.
+
+    One warp, up to eight tokens: what a program computes stays in its lanes, and nothing waits at a barrier. A longer
+    ring takes more registers, so fewer rows or columns keep it from spilling.
+    """
+    padded = max(4, triton.next_power_of_2(tokens))
+    many_records = record_block(ring_rows) > 16
+    if padded > 8:
+        rows, columns, num_warps, stages = 64, 16, 4, 2
+    elif channel:
+        rows, columns, num_warps, stages = 32 if many_records else 64, 32, 1, 1
+        if many_records or (padded > 4 and state_bytes > 2):
+            columns = 16
+    elif state_bytes > 2:
+        rows, columns, num_warps, stages = 32 if many_records else 64, 32, 1, 3
+    else:
+        rows, columns, num_warps, stages = 64, 32 if many_records else 64, 1, 2 if many_records else 1
+    return WindowTiling(padded, max(16, min(triton.next_power_of_2(head_v_dim), rows)), columns, num_warps, stages)
+
+
+def record_block(ring_rows: int) -> int:
+    """Records that a program reads together: all of the ring, and no fewer than the matrix units take."""
+    return max(16, triton.next_power_of_2(ring_rows))
 
 
 def _launch(
@@ -451,7 +497,7 @@ def _launch(
     parents = window.parents if window.parents is None or window.parents.stride(1) == 1 else window.parents.contiguous()
     if not batch or not tokens:
         return v.new_empty(v.shape)
-    block_v, block_k, num_warps = window_tile(head_v_dim, b is not None)
+    cut = window_tiling(tokens, head_v_dim, step.ring_u.shape[2], channel, step.checkpoint.element_size())
     contract = fuses(head_v_dim, head_k_dim)
     b_or_a = a if b is None else b
     z_or_v = v if z is None else z
@@ -465,31 +511,17 @@ def _launch(
         "BOUNDED": lower_bound is not None,
         "SOFTPLUS": softplus,
         "HAS_BIAS": bias is not None,
-        "BLOCK_T": BLOCK_T,
+        "BLOCK_T": cut.tokens,
     }
     if tokens == 1:  # a decode step but for what a full ring does
-        y = decode.launch(
-            q[:, 0],
-            k[:, 0],
-            v[:, 0],
-            a[:, 0],
-            None if b is None else b[:, 0],
-            rate,
-            bias,
-            step,
-            D=D,
-            z=None if z is None else z[:, 0],
-            scale=scale,
-            beta_scale=beta_scale,
-            lower_bound=lower_bound,
-            l2_norm=l2_norm,
-            softplus=softplus,
-            dt_limit=dt_limit,
-            num_tokens=num_tokens,
-        ).unsqueeze(1)
+        tokens_of = (q, k, v, a, b)
+        first = (None if x is None else x[:, 0] for x in tokens_of)
+        layer = Layer(*first, rate, bias, D, None if z is None else z[:, 0])  # type: ignore[arg-type, call-arg]
+        rules = Rules(scale, beta_scale, l2_norm, lower_bound, softplus, *dt_limit)
+        y = decode.decode_step(layer, rules, step, num_tokens).unsqueeze(1)
     else:
         y = torch.empty((batch, tokens, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
-        _verify_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, block_v))](
+        _verify_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows))](
             q,
             k,
             v,
@@ -531,12 +563,15 @@ def _launch(
             TREE=parents is not None,
             CLAMPED=step.ring_u.dtype == torch.float16,
             TF32=torch.version.hip is None,
+            NARROW=k.is_cuda,
             EPS=NORM_EPS,
-            BLOCK_V=block_v,
-            BLOCK_K=block_k,
-            BLOCK_R=max(16, triton.next_power_of_2(step.ring_u.shape[2])),
-            num_warps=num_warps,
-            enable_fp_fusion=contract,
+            BLOCK_V=cut.rows,
+            BLOCK_K=cut.columns,
+            BLOCK_R=record_block(step.ring_u.shape[2]),
+            FOLD_K=FOLD_COLUMNS,
+            STAGES=cut.stages,
+            num_warps=cut.num_warps,
+            enable_fp_fusion=contract and not channel,
             **flags,
         )
     _append_kernel[(batch, num_v_heads)](
@@ -556,7 +591,7 @@ def _launch(
         step.ring_k.stride(0),
         step.ring_g.stride(0),
         BLOCK_K=triton.next_power_of_2(head_k_dim),
-        num_warps=4,
+        num_warps=max(1, min(4, cut.tokens * head_k_dim // 512)),
         enable_fp_fusion=contract,
         **flags,
     )

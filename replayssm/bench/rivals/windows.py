@@ -1,9 +1,9 @@
-"""The vLLM fork's verify functions as contenders: how a window's tensors become their arguments.
+"""Verify functions of vLLM and its fork as contenders: how a window's tensors become their arguments.
 
-Its own way to verify, `native`, writes the whole state after each token of a window, into a slot for each, and goes on
-from the one of the last accepted token. Its replay kernels keep records in a ring of a power of two rows; their rule
-folds a window's row when fewer than two windows fit into L + T records. With all tokens accepted and a T that divides
-L these are the rows that our rule folds.
+vLLM's own way to verify, `native`, writes the whole state after each token of a window, into a slot for each, and goes
+on from the one of the last accepted token. The fork's replay kernels keep records in a ring of a power of two rows;
+their rule folds a window's row when fewer than two windows fit into L + T records. With all tokens accepted and a T
+that divides L these are the rows that our rule folds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.bench import rivals
 from replayssm.bench.contenders import Prepared, Records, Setting
-from replayssm.bench.rival_calls import NOWHERE, Offers, Rival, tiles
+from replayssm.bench.rivals.common import Offers, Rival, tiles
+from replayssm.bench.rivals.loading import load
+from replayssm.bench.rivals.projects import VLLM, VLLM_FORK
 from replayssm.bench.workload import Workload
 
 _FLA = "vllm.model_executor.layers.fla.ops"
+_FLA_RELEASE = "vllm.third_party.flash_linear_attention.ops"
 _MAMBA = "vllm.model_executor.layers.mamba.ops"
 
 #: Rows of a tile and warps that are tried, beside the project's own choice.
@@ -42,9 +44,7 @@ def _of_window(packed: Tensor, workload: Workload) -> Tensor:
 def _slots_per_token(workload: Workload) -> tuple[Tensor, list[Tensor]]:
     """States behind slot 0, which is padding there, and for each call their slots ``[B, T]``."""
     count = workload.num_slots * workload.window
-    states = torch.empty(
-        count + 1, *workload.spec.checkpoint_shape, device=workload.device, dtype=workload.state_dtype
-    ).normal_(generator=torch.Generator(workload.device).manual_seed(2))
+    states = workload.states(count + 1)
     numbers = torch.arange(1, count + 1, device=workload.device, dtype=torch.int32)
     by_call = numbers.view(workload.calls, workload.batch, workload.window)
     return states, [slots.clone() for slots in by_call]  # each aligned, as a caller's own tensor is
@@ -59,7 +59,7 @@ def _native(
 
 
 def _gdn_native(folder: Path, workload: Workload) -> Prepared:
-    module = rivals.load(rivals.VLLM_FORK, folder, f"{_FLA}.fused_sigmoid_gating")
+    module = load(VLLM, folder, f"{_FLA_RELEASE}.fused_sigmoid_gating")
     states, slots = _slots_per_token(workload)
     x, p = workload.inputs(), workload.parameters()
     shared = {name: x[name].flatten(0, 1)[None] for name in ("q", "k", "v")}
@@ -82,7 +82,7 @@ def _gdn_native(folder: Path, workload: Workload) -> Prepared:
 
 
 def _mamba2_native(folder: Path, workload: Workload) -> Prepared:
-    module = rivals.load(rivals.VLLM_FORK, folder, f"{_MAMBA}.mamba_ssm")
+    module = load(VLLM, folder, f"{_MAMBA}.mamba_ssm")
     states, slots = _slots_per_token(workload)
     x, per_head = {name: t.flatten(0, 1) for name, t in workload.inputs().items()}, _per_head(workload)
     d_v, out = workload.spec.head_v_dim, torch.full_like(x["x"], float("nan"))
@@ -141,8 +141,8 @@ def _replay_settings(config: Any, kernels: tuple[str, str], **shape: int) -> dic
 
 
 def _gdn_replay(folder: Path, workload: Workload) -> Prepared:
-    module = rivals.load(rivals.VLLM_FORK, folder, f"{_FLA}.gdn_replayssm_spec_decode")
-    config = rivals.load(rivals.VLLM_FORK, folder, f"{_MAMBA}.replayssm_config")
+    module = load(VLLM_FORK, folder, f"{_FLA}.gdn_replayssm_spec_decode")
+    config = load(VLLM_FORK, folder, f"{_MAMBA}.replayssm_config")
     x, p, tokens = workload.inputs(), workload.parameters(), workload.window
     states, rows, dtype = workload.checkpoint(), _ring_rows(workload), workload.activation_dtype
     u, k, g = workload.records()
@@ -188,8 +188,8 @@ def _grown(ring: Tensor, rows: int) -> Tensor:
 
 def _mamba2_replay(folder: Path, workload: Workload) -> Prepared:
     name = "selective_state_update_replayssm_spec"
-    function = getattr(rivals.load(rivals.VLLM_FORK, folder, f"{_MAMBA}.{name}"), name)
-    config = rivals.load(rivals.VLLM_FORK, folder, f"{_MAMBA}.replayssm_config")
+    function = getattr(load(VLLM_FORK, folder, f"{_MAMBA}.{name}"), name)
+    config = load(VLLM_FORK, folder, f"{_MAMBA}.replayssm_config")
     spec, tokens, dtype = workload.spec, workload.window, workload.activation_dtype
     states, rows = workload.checkpoint(), _ring_rows(workload)
     x, parameters = workload.inputs(), workload.parameters()
@@ -243,12 +243,17 @@ def _mamba2_replay(folder: Path, workload: Workload) -> Prepared:
 
 OFFERS: Offers = (
     (
-        rivals.VLLM_FORK,
+        VLLM_FORK,
         (
-            Rival("vllm-fork/replay", True, ("gdn",), NOWHERE, _gdn_replay),
-            Rival("vllm-fork/native", False, ("gdn",), NOWHERE, _gdn_native),
-            Rival("vllm-fork/replay", True, ("mamba2",), NOWHERE, _mamba2_replay),
-            Rival("vllm-fork/native", False, ("mamba2",), NOWHERE, _mamba2_native),
+            Rival("vllm-fork/replay", True, ("gdn",), _gdn_replay),
+            Rival("vllm-fork/replay", True, ("mamba2",), _mamba2_replay),
+        ),
+    ),
+    (
+        VLLM,
+        (
+            Rival("vllm/native", False, ("gdn",), _gdn_native),
+            Rival("vllm/native", False, ("mamba2",), _mamba2_native),
         ),
     ),
 )

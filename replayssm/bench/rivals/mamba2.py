@@ -1,0 +1,141 @@
+"""Rivals' decode steps of Mamba-2: how a workload's tensors become their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replayssm.bench.contenders import Prepared, Records, Setting
+from replayssm.bench.rivals.common import Offers, Rival, rows_of, tiles
+from replayssm.bench.rivals.loading import Project, load
+from replayssm.bench.rivals.projects import MAMBA, VLLM, VLLM_FORK
+from replayssm.bench.workload import Workload
+
+_OPS = "vllm.model_executor.layers.mamba.ops"
+_REPLAY = "selective_state_update_replayssm_output_only"
+
+#: Rows of a tile and warps that are tried, beside the project's own choice for this GPU.
+STATELESS_TILES = ((4, 1), (8, 1), (16, 1), (16, 2), (32, 4))
+FORK_TILES = ((8, 1), (32, 1), (32, 2))
+#: Of vLLM's replay kernel also the columns at once, without and with a flush, and stages.
+RELEASE_TILES = ((8, 1, 64, 128, 2), (16, 1, 128, 128, 2), (32, 1, 64, 64, 2), (32, 2, 128, 128, 2))
+
+
+def mamba2_arguments(workload: Workload) -> dict[str, Any]:
+    """Numbers that a head shares are expanded over its state with stride 0, as vLLM passes them."""
+    x, p, spec = workload.inputs(), workload.parameters(), workload.spec
+    p_dim, n_dim = spec.head_v_dim, spec.head_k_dim
+    return {
+        "state": workload.checkpoint(),
+        "x": x["x"],
+        "dt": x["dt"][..., None].expand(-1, -1, p_dim),
+        "A": p["A"][:, None, None].expand(-1, p_dim, n_dim),
+        "B": x["B"],
+        "C": x["C"],
+        "D": p["D"][:, None].expand(-1, p_dim),
+        "dt_bias": p["dt_bias"][:, None].expand(-1, p_dim),
+        "dt_softplus": True,
+        "null_block_id": -1,
+        "out": torch.full_like(x["x"], float("nan")),
+    }
+
+
+def _stateless(folder: Path, workload: Workload) -> Prepared:
+    module = load(VLLM, folder, f"{_OPS}.mamba_ssm")
+    shared = mamba2_arguments(workload)
+
+    def step(slots: Tensor) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            module.selective_state_update(**shared, state_batch_indices=slots)
+            return shared["out"]
+
+        return run
+
+    settings = tiles(module.override_ssm_config, STATELESS_TILES)
+    steps = [step(slots) for slots in workload.slots()]
+    return Prepared(steps, rows_of(shared["state"], workload), None, settings)
+
+
+def _mamba_ssm(folder: Path, workload: Workload) -> Prepared:
+    """Its launch is fixed by d_k, so there is nothing to choose."""
+    function = load(MAMBA, folder, "mamba_ssm.ops.triton.selective_state_update").selective_state_update
+    shared = mamba2_arguments(workload)
+    for name in ("null_block_id", "out"):
+        del shared[name]
+
+    def step(slots: Tensor) -> Callable[[], Tensor]:
+        return lambda: function(**shared, state_batch_indices=slots)
+
+    return Prepared([step(slots) for slots in workload.slots()], rows_of(shared["state"], workload), None)
+
+
+def _fork_replay(folder: Path, workload: Workload) -> Prepared:
+    config = load(VLLM_FORK, folder, f"{_OPS}.replayssm_config")
+    settings = tiles(partial(config.override_replayssm_config, "mamba2_output_only"), FORK_TILES)
+    return _replay(VLLM_FORK, folder, workload, settings)
+
+
+def _release_replay(folder: Path, workload: Workload) -> Prepared:
+    config = load(VLLM, folder, f"{_OPS}.replayssm_config")
+
+    @contextmanager
+    def pinned(tile: tuple[int, ...]) -> Iterator[None]:
+        config._overrides["mamba2_output_only"] = tile
+        try:
+            yield
+        finally:
+            del config._overrides["mamba2_output_only"]
+
+    tried: dict[str, Setting] = {
+        f"rows {t[0]}, warps {t[1]}, columns {t[2]}": partial(pinned, t) for t in RELEASE_TILES
+    }
+    return _replay(VLLM, folder, workload, {"its own": nullcontext, **tried})
+
+
+def _replay(project: Project, folder: Path, workload: Workload, settings: Mapping[str, Setting]) -> Prepared:
+    function = getattr(load(project, folder, f"{_OPS}.{_REPLAY}"), _REPLAY)
+    shared, cursors, ring_len = mamba2_arguments(workload), workload.cursors(), workload.ring_len
+    flush = cursors == ring_len - 1
+    u, k, g = workload.records()
+    step_sizes = g / workload.parameters()["A"][:, None]  # Δ, from the log decay Δ·A
+    dtype = workload.activation_dtype
+    ring = {"x_cache": (u / step_sizes[..., None]).to(dtype), "dt_cache": step_sizes, "B_cache": k.to(dtype)}
+    scratch = torch.empty(workload.batch, workload.spec.num_k_heads, ring_len, device=workload.device)
+    shared |= {**ring, "bc_pre": scratch, "max_cache_len": ring_len}
+
+    def step(call: int, slots: Tensor) -> Callable[[], Tensor]:
+        own = {"state_batch_indices": slots, "write_pos": cursors[call], "is_flush": flush[call]}
+
+        def run() -> Tensor:
+            function(**shared, **own)
+            return shared["out"]
+
+        return run
+
+    def records(call: int, rows: Tensor) -> Records:
+        slots = call * workload.batch + rows
+        sizes = ring["dt_cache"][slots]
+        u = ring["x_cache"][slots].float() * sizes[..., None]
+        return u, ring["B_cache"][slots], sizes * workload.parameters()["A"][:, None]
+
+    steps = [step(call, slots) for call, slots in enumerate(workload.slots())]
+    return Prepared(steps, rows_of(shared["state"], workload), records, settings)
+
+
+OFFERS: Offers = (
+    (
+        VLLM,
+        (
+            Rival("vllm/replay", True, ("mamba2",), _release_replay),
+            Rival("vllm/stateless", False, ("mamba2",), _stateless),
+        ),
+    ),
+    (VLLM_FORK, (Rival("vllm-fork/replay", True, ("mamba2",), _fork_replay),)),
+    (MAMBA, (Rival("mamba/stateless", False, ("mamba2",), _mamba_ssm),)),
+)

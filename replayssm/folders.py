@@ -1,0 +1,15 @@
+"""Folders of the user's."""
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels and measured settings are kept; it need not be there, and may be of no use."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():  # by the XDG rules, a path that isn't is ignored
+        return given / "replayssm"
+    try:
+        return Path("~/.cache").expanduser() / "replayssm"
+    except RuntimeError:  # a user without a home, as in some containers: nothing can be kept
+        return Path(os.devnull) / "replayssm"

@@ -1,0 +1,1 @@
+"""`replayssm tune`: measures on this machine's GPU what :mod:`replayssm.tuned` keeps."""

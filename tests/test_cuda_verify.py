@@ -1,0 +1,204 @@
+"""The CUDA verify kernels' arithmetic, against the float64 recurrence along every path, on a CPU: emulated.
+
+`make test-gpu` runs test_verify.py with these kernels on a GPU, too.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import emulated_cuda
+import pytest
+import torch
+from oracle import KINDS, Layer, relative_error
+from test_cuda import DTYPES, KERNELS, SIZES, sometimes
+from windows import TREES, Run, int32
+
+from replayssm.backends.cuda import blocks, verify, windows
+
+_MISSING = emulated_cuda.missing()
+pytestmark = [pytest.mark.skip(reason=_MISSING)] if _MISSING else []
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the blocks that are launched; few multiprocessors, so large blocks, unless a test installs others."""
+    emulated_cuda.install(monkeypatch)
+    return launches_of(monkeypatch)
+
+
+def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    numbers: list[int] = []
+    kernel = verify.kernel
+
+    def counting(*args: object) -> object:
+        launch = kernel(*args)
+        return lambda count, *rest: (numbers.append(count), launch(count, *rest))
+
+    monkeypatch.setattr(verify, "kernel", counting)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "tokens", "tree"),
+    sometimes(
+        product(SIZES, KERNELS, (1, 2, 3, 4, 8, 13), ("chain", "random")),
+        {
+            ("small", "gdn-128x128-ratio2", 4, "chain"),
+            ("large", "gdn-64x64-ratio3", 13, "random"),
+            ("large", "kda-bounded-64x64", 3, "random"),
+            ("large", "mamba2-80x128-groups1", 4, "chain"),
+        },
+    ),
+)
+def test_every_token_and_state_equals_the_recurrence(
+    size: str, shape: str, tokens: int, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an empty ring, behind records, with folds by one block of a key head and by several, then a decode step."""
+    emulated_cuda.install(monkeypatch, multiprocessors=SIZES[size])
+    launched = launches_of(monkeypatch)
+    run = Run(Layer.named(shape, backend="cuda"), ring=tokens + 2)
+    for step in range(5):
+        run.verify(tokens, tree=TREES[tree])
+        run.commit([range(max(1, tokens - step % 2))] * 2 if tree == "chain" else run.random_paths())
+    run.decode()
+    assert len(launched) == 5
+    assert not any(counter.any() for counter in verify._arrivals.values())
+
+
+@pytest.mark.parametrize(("kind", "tree"), sometimes(product(KINDS, TREES), {("gdn", "chain"), ("kda", "width2")}))
+def test_ragged_rows_and_padding(kind: str, tree: str, launched: list[int]) -> None:
+    """Rows of any length, none among them; what isn't used holds NaN, and slots that don't take part keep every bit."""
+    run = Run(Layer(kind, 1, 1 if kind.startswith("kda") else 2, 64, 32, backend="cuda"), 3, ring=5)
+    for step in range(6):
+        batch = [run.rows[step % 3], -1, run.rows[(step + 1) % 3]]
+        resting = run.rows[(step + 2) % 3]
+        before = [t[resting].clone() for t in run.pool.fold_args(0).values()]
+        run.verify(4, [run.pick(4), 2, 4 - step % 2], batch, TREES[tree])
+        run.commit(run.random_paths())
+        for tensor, kept in zip(run.pool.fold_args(0).values(), before, strict=True):
+            assert torch.equal(tensor[resting].view(torch.int32), kept.view(torch.int32))
+    assert len(launched) == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "activations"),
+    sometimes(
+        product(KINDS, ("f32", "bf16", "f16"), ("f32", "bf16", "f16")),
+        {("gdn", "bf16", "bf16"), ("kda", "bf16", "bf16"), ("mamba2", "f16", "bf16")},
+    ),
+)
+def test_products_are_exact(kind: str, state: str, activations: str, launched: list[int]) -> None:
+    """The outputs of one window from a random checkpoint and its records: no factor of a product is rounded."""
+    state_dtype, dtype = DTYPES[state], DTYPES[activations]
+    layer = Layer(kind, 1, 1 if kind.startswith("kda") else 2, 64, 32, dtype=dtype, backend="cuda")
+    run = Run(layer, 1, ring=8, state_dtype=state_dtype, ring_dtype=F32)
+    (slot,) = run.rows
+    held = run.pool.fold_args(0)
+    held["checkpoint"][:] = torch.randn(held["checkpoint"].shape)
+    for _ in range(3):
+        run.states[slot] = run.pool.read_state(0, run.rows).double()
+        run.verify(3)
+        slots, count = run.pool.slot_tensor(run.rows), int32([3])
+        run.pool.commit(slots, count, count)
+        rounding = {F32: 1e-6, BF16: 3e-3, F16: 4e-4}[state_dtype]
+        assert relative_error(run.pool.read_state(0, run.rows), run.after[0][2]) < rounding
+    assert len(launched) == 3
+
+
+@pytest.mark.parametrize("shape", ["gdn-128x128-ratio2", pytest.param("kda-128x128", marks=pytest.mark.thorough)])
+def test_a_fold_of_more_records_than_are_taken_at_once(shape: str, launched: list[int]) -> None:
+    """33 of them; the state is rounded once, at the end."""
+    layer = Layer.named(shape, dtype=BF16, backend="cuda")
+    run = Run(layer, 1, ring=34, state_dtype=BF16, ring_dtype=F32, max_window=2)
+    for _ in range(17):
+        inputs = layer.draw_window(1, 2)
+        slots, two = run.pool.slot_tensor(run.rows), int32([2])
+        layer.verify(inputs, **run.pool.verify_args(0), slots=slots)
+        run.pool.commit(slots, two, two)
+    before = run.pool.read_state(0, run.rows)
+    layer.verify(layer.draw_window(1, 2), **run.pool.verify_args(0), slots=slots)
+    folded = run.pool.fold_args(0)["checkpoint"][run.rows]
+    assert (folded == before.to(BF16)).double().mean() > 0.99
+    assert len(launched) == 18
+
+
+@pytest.mark.parametrize(
+    ("shape", "state"),
+    sometimes(
+        product(("gdn-128x128-ratio2", "kda-bounded-64x64", "mamba2-80x128-groups1"), ("f32", "bf16")),
+        {("gdn-128x128-ratio2", "f32")},
+    ),
+)
+def test_same_row_same_bits_however_a_window_is_cut(shape: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind unused tokens, which a longer kernel runs."""
+    layer = Layer.named(shape, dtype=BF16, backend="cuda")
+    steps = [layer.draw_window(3, 5) for _ in range(4)]
+    results = []
+    for multiprocessors, batch, length in ((1, [0], 3), (1000, [2, 0, 1], 3), (1, [0, 1], 5)):
+        emulated_cuda.install(monkeypatch, multiprocessors=multiprocessors)
+        run = Run(layer, 3, ring=7, state_dtype=DTYPES[state])
+        slots, count = run.pool.slot_tensor([run.rows[row] for row in batch]), int32([3] * len(batch))
+        outputs = []
+        for inputs in steps:
+            picked = {name: x[batch, :length] for name, x in inputs.items()}
+            y = layer.verify(picked, **run.pool.verify_args(0), slots=slots, num_tokens=count)
+            outputs.append(y[batch.index(0), :3])
+            run.pool.commit(slots, count, count)
+        results.append((torch.stack(outputs), run.pool.read_state(0, run.rows[:1])))
+    for outputs, folded in results[1:]:
+        assert torch.equal(outputs, results[0][0])
+        assert torch.equal(folded, results[0][1])
+
+
+def test_a_fold_leaves_a_shared_snapshot_alone(launched: list[int]) -> None:
+    """A slot that reads another's checkpoint, which the copy from its own has to make way for."""
+    run = Run(Layer("gdn", 1, 1, 64, 16, backend="cuda"), 1, ring=4, tolerance=2e-6)
+    (source,) = run.rows
+    run.decode()
+    kept = run.pool.snapshot(source)
+    forks = [run.pool.fork(kept), run.pool.fork(kept)]
+    run.states |= dict.fromkeys([kept, *forks], run.states[source])
+    for tokens in (3, 4, 3):
+        run.verify(tokens, batch=forks)
+        run.commit([[0], range(tokens)])
+    assert run.pool.checkpoint_slot[forks].tolist() == forks
+    assert len(launched) == 3
+
+
+def test_inputs_may_be_views_of_one_projection_at_any_address(launched: list[int]) -> None:
+    layer = Layer("gdn", 1, 2, 64, 32, dtype=BF16, backend="cuda")
+    packed, apart = (Run(layer, ring=6, state_dtype=BF16) for _ in range(2))
+    slots = packed.pool.slot_tensor(packed.rows)
+    inputs = layer.draw_window(2, 4)
+    token = torch.cat([torch.zeros(2, 4, 1, dtype=BF16), *(x.flatten(2) for x in inputs.values())], dim=2)
+    parts = token[..., 1:].split([x[0, 0].numel() for x in inputs.values()], dim=2)
+    views = {name: part.unflatten(2, x.shape[2:]) for (name, x), part in zip(inputs.items(), parts, strict=True)}
+    mine = layer.verify(views, **packed.pool.verify_args(0), slots=slots)
+    assert torch.equal(mine, layer.verify(inputs, **apart.pool.verify_args(0), slots=slots))
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize(("kind", "d_k", "d_v"), [("gdn", 32, 32), ("kda", 64, 24)])
+def test_what_has_no_kernel_runs_on_the_other_backend(kind: str, d_k: int, d_v: int, launched: list[int]) -> None:
+    run = Run(Layer(kind, 1, 1, d_k, d_v, backend="cuda"), ring=4)
+    for _ in range(2):
+        run.verify(3)
+        run.commit()
+    assert launched == []
+
+
+@pytest.mark.parametrize("head_v_dim", range(16, 257, 16))
+@pytest.mark.parametrize("state_dtype", [F32, BF16])
+def test_blocks_divide_the_heads_of_a_key_head(head_v_dim: int, state_dtype: torch.dtype) -> None:
+    groups = [(1, False), (1, True), (2, False), (3, False), (8, False), (16, False)]
+    for (group, channel), head_k_dim, tokens in product(groups, blocks.HEAD_K_DIMS, (1, 4, 16)):
+        shape = blocks.Shape(channel, True, head_v_dim, head_k_dim, group, group * 2, 16, state_dtype)
+        for rows in (100, 10_000, 1_000_000):
+            cut = windows.choose(shape, tokens, BF16, rows, 132, 227 * 1024)
+            assert cut is not None or (channel and head_k_dim == 256 and tokens == 16)
+            if cut is not None:
+                assert cut.fits(shape)
+                assert cut.shared_bytes(shape, BF16) <= 227 * 1024
