@@ -28,8 +28,8 @@ from unittest.mock import patch
 import torch
 
 from replayssm import ReplayPool, ops
-from replayssm.backends.cuda import decode
-from replayssm.bench.workload import SHAPES
+from replayssm.backends.cuda import launch
+from replayssm.bench.workload import SHAPES, Workload
 from replayssm.ops import decode as decode_ops
 from replayssm.ops import dispatch
 
@@ -49,13 +49,13 @@ def without_launch() -> Iterator[None]:
     def unavailable_reason(backend: str, device: object = None) -> str | None:
         return None if backend == "cuda" else reason_of(backend, device)
 
-    about = decode.Properties(132, 227 * 1024, "sm_90a")
+    about = launch.Properties(132, 227 * 1024, "sm_90a")
     stubs: tuple[tuple[Any, str, Any], ...] = (
         (dispatch, "unavailable_reason", unavailable_reason),
-        (decode, "properties", lambda *_: about),
-        (decode, "kernel", lambda *_: lambda *_: None),
-        (decode, "_current_stream", lambda *_: 0),
-        (decode, "_is_current", lambda *_: True),
+        (launch, "properties", lambda *_: about),
+        (launch, "kernel", lambda *_: lambda *_: None),
+        (launch, "current_stream", lambda *_: 0),
+        (launch, "is_current", lambda *_: True),
         # Slots of a GPU aren't read; these are, as they lie on a CPU.
         (decode_ops, "check_slots_on_host", lambda *_: None),
     )
@@ -65,18 +65,9 @@ def without_launch() -> Iterator[None]:
         yield
 
 
-def inputs_of(kind: str, device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """A layer's projections for one row, and its parameters."""
-    spec = SHAPES[kind]
-    heads, d_v, d_k = spec.num_v_heads, spec.head_v_dim, spec.head_k_dim
-    drawn = partial(torch.randn, dtype=DTYPE, device=device)
-    q, k, v, b = drawn(1, spec.num_k_heads, d_k), drawn(1, spec.num_k_heads, d_k), drawn(1, heads, d_v), drawn(1, heads)
-    rate, bias = torch.rand(heads, device=device), torch.rand(heads, device=device)
-    if kind == "mamba2":
-        return (v, b, k, q), {"A": -rate, "D": torch.rand(heads, device=device), "dt_bias": bias}
-    if kind == "kda":
-        return (q, k, v, drawn(1, heads, d_k), b), {"A_log": rate, "dt_bias": torch.rand(heads, d_k, device=device)}
-    return (q, k, v, drawn(1, heads), b), {"A_log": rate, "dt_bias": bias}
+def workload_of(kind: str, device: torch.device) -> Workload:
+    """A step of one row."""
+    return Workload(kind, SHAPES[kind], 1, torch.float32, RING_LEN, DTYPE, device, calls=1)
 
 
 def calls_of(kind: str, backend: str, device: torch.device) -> list[Call]:
@@ -86,7 +77,8 @@ def calls_of(kind: str, backend: str, device: torch.device) -> list[Call]:
     )
     slots = pool.slot_tensor(pool.alloc(1))
     operator = getattr(ops, f"{kind}_decode")
-    inputs, parameters = inputs_of(kind, device)
+    workload = workload_of(kind, device)
+    inputs, parameters = tuple(workload.inputs().values()), workload.parameters()  # in the operator's order
     views = [partial(operator, **parameters, **pool.state_args(layer), slots=slots) for layer in range(NUM_LAYERS)]
     return [lambda call=call: call(*(x[:] for x in inputs)) for call in views]  # type: ignore[misc]
 
@@ -118,7 +110,7 @@ def first_call(call: Call, device: torch.device) -> float:
 def measured(kind: str, backend: str, device: torch.device, count: int) -> dict[str, Any]:
     calls = calls_of(kind, backend, device)
     first = first_call(calls[0], device)
-    inputs, _ = inputs_of(kind, device)
+    inputs = tuple(workload_of(kind, device).inputs().values())
     views: list[Call] = [lambda: [x[:] for x in inputs]]
     with torch.inference_mode():
         taken = microseconds(calls, count, device) - microseconds(views, count, device)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chart import Axis, Line, Panel, figure, linear, logarithmic
+from benchmarks.stored import RESULTS, ROOT, bring_up_to_date
 from replayssm.bench.report import LAYER_NAMES, OURS, SHORT_DTYPES
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+FIGURES = ROOT / "docs" / "figures"
 RING_LEN = 16  # of the figures over batch
 BATCH = 256  # of the figures over L
 COLOURS = {
@@ -174,18 +174,8 @@ def main(arguments: list[str] | None = None) -> int:
     except PlotError as error:
         print(f"benchmarks.plots: {error}", file=sys.stderr)
         return 2
-    stale = []
-    for name, text in drawn.items():
-        file = options.into / name
-        if file.is_file() and file.read_text() == text:
-            continue
-        stale.append(name)
-        if not options.check:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-    if stale:
-        print(f"{'out of date' if options.check else 'drawn'}: {', '.join(stale)}")
-    return int(options.check and bool(stale))
+    files = [(options.into / name, text) for name, text in drawn.items()]
+    return bring_up_to_date(files, check=options.check, done="drawn")
 
 
 if __name__ == "__main__":

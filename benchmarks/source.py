@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.stored import ROOT
 from replayssm.bench.source import SUFFIXES, digest, package_digest
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "replayssm"
 
 

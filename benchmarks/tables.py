@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import targets
+from benchmarks.stored import RESULTS, ROOT, bring_up_to_date
 from replayssm.bench import e2e_report, report
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(r"(<!-- (table|targets): (\S+)((?: \w+=\S+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -115,22 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if a table is out of date")
     parser.add_argument("documents", nargs="*", type=Path, help="default: all of docs/ and the README")
     options = parser.parse_args(arguments)
-    stale = []
+    files = []
     for path in options.documents or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        text = path.read_text()
         try:
-            new = filled(text)
+            files.append((path, filled(path.read_text())))
         except TableError as error:
             print(f"benchmarks.tables: {path.name}: {error}", file=sys.stderr)
             return 2
-        if new == text:
-            continue
-        stale.append(path.name)
-        if not options.check:
-            path.write_text(new)
-    if stale:
-        print(f"{'out of date' if options.check else 'written'}: {', '.join(stale)}")
-    return int(options.check and bool(stale))
+    return bring_up_to_date(files, check=options.check, done="written")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ constexpr int LANES = 32;
 constexpr size_t STACK = 256 * 1024;
 
 struct Index {
-    int x, y;
+    int x;
 };
 
 struct Fibre {
@@ -113,7 +113,28 @@ inline void demand(bool met, const char* what) {
     std::abort();
 }
 
+// All blocks of a kernel, whose shared memory holds NaN at first.
+template <class Params, class Memory, void (*RUN)(const Params&, Memory&)>
+inline void launch(int blocks, int threads, const Params& given, int shared_bytes) {
+    static const Params* params;
+    static Memory* shared;
+    demand(sizeof(Memory) == shared_bytes, "the shared memory has another size than was asked for");
+    params = &given;
+    shared = static_cast<Memory*>(std::aligned_alloc(128, sizeof(Memory)));
+    body = [] { RUN(*params, *shared); };
+    for (block_index.x = 0; block_index.x < blocks; ++block_index.x) {
+        std::memset(static_cast<void*>(shared), 0xff, sizeof(Memory));
+        run_block(threads, block_index.x % 2);
+    }
+    std::free(shared);
+}
+
 }  // namespace emulated
+
+#define KERNEL(name, Params, Memory, run)                                                     \
+    extern "C" void name(int blocks, const Params* given, int shared_bytes) {                 \
+        emulated::launch<Params, Memory, run>(blocks, 32 * CASE_WARPS, *given, shared_bytes); \
+    }
 
 #define threadIdx emulated::thread_index
 #define blockIdx emulated::block_index

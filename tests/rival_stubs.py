@@ -1,11 +1,18 @@
-"""Stand-ins for rivals' files: small ones with their names and signatures, around the recurrence in float64 or ours."""
+"""Stand-ins for rivals' files: small ones with their names and signatures, around the recurrence in float64 or ours.
+
+And `replayssm bench` on small shapes.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
+from replayssm import cli
+from replayssm.bench import measure
 from replayssm.bench.rivals.projects import PROJECTS
 from replayssm.state import LayerSpec
 
@@ -421,6 +428,21 @@ SOURCES = {
     "ops/gdn_replayssm_spec_decode.py": GDN_WINDOWS,
     "selective_state_update_replayssm_spec.py": MAMBA2_WINDOWS,
 }
+
+
+def small_bench(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], before: str = "", after: str = ""
+) -> Callable[..., tuple[int, str, str]]:
+    """`replayssm bench` on small shapes: gives exit code, stdout, stderr of the arguments between these; a fixture."""
+    monkeypatch.setattr(measure, "SHAPES", SMALL)
+    monkeypatch.setattr(measure, "read_bandwidth", lambda device: 1e10)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = cli.run(["bench", *before.split(), *args, *after.split()])
+        return code, *capfd.readouterr()
+
+    return run
 
 
 def forget_rivals() -> None:

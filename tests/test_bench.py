@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rival_stubs import SMALL, files_in
+from rival_stubs import SMALL, files_in, small_bench
 
 from benchmarks import rivals as fetch
 from benchmarks import tables
-from replayssm import cli
 from replayssm.bench import decode, measure, report
 from replayssm.bench.check import first_step_errors
 from replayssm.bench.contenders import Ours, Prepared
@@ -403,16 +402,7 @@ def test_a_number_changed_by_hand_is_found(tmp_path, capsys):
 
 @pytest.fixture
 def bench(monkeypatch, capfd):
-    """`replayssm bench decode` on small shapes: gives exit code, stdout, stderr."""
-    monkeypatch.setattr(measure, "SHAPES", SMALL)
-    monkeypatch.setattr(measure, "read_bandwidth", lambda device: 1e10)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = cli.run(["bench", "decode", "--device", "cpu", *args])
-        return code, *capfd.readouterr()
-
-    return run
+    return small_bench(monkeypatch, capfd, before="decode --device cpu")
 
 
 def test_the_command_prints_one_json_object(bench, tmp_path):

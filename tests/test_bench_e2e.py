@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import tables
-from replayssm import cli
+from replayssm import bundled, cli
 from replayssm.bench import e2e, e2e_report, engines, filled, served
 from replayssm.bench.random_model import random_model
 from replayssm.bench.rows import CONTENDERS, LOADS
@@ -52,6 +52,15 @@ def small(config):
 
 def options_of(rows: int, ring_len: int = 4, **others: object) -> EngineOptions:
     return EngineOptions(ring_len=ring_len, max_rows=rows, max_context=160, prefix_cache=False, **others)
+
+
+@pytest.mark.parametrize("name", bundled.names())
+def test_a_model_is_made_of_any_config_that_transformers_writes(name):
+    """Of Mamba-2's, too, which hold an infinity."""
+    made, path = random_model(bundled.path(name) / "config.json", "float32", "cpu"), bundled.path(name)
+    assert made.model.config.to_dict()["model_type"] == json.loads((path / "config.json").read_text())["model_type"]
+    limit = getattr(made.model.config, "time_step_limit", None)
+    assert limit is None or tuple(limit) == (0.0, float("inf"))
 
 
 # The filled load

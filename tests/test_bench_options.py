@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rival_stubs import SMALL
+from rival_stubs import SMALL, small_bench
 
 from benchmarks import source as commits
-from replayssm import cli
 from replayssm.bench import decode, measure, report, source, verify
 from replayssm.bench.check import first_step_errors
 from replayssm.bench.contenders import Ours, chosen
@@ -25,16 +24,7 @@ SHARED = {"batches": (1,), "state_dtypes": (torch.float32,), "device": CPU, "rep
 
 @pytest.fixture
 def bench(monkeypatch, capfd):
-    """`replayssm bench` on small shapes: gives exit code, stdout, stderr."""
-    monkeypatch.setattr(measure, "SHAPES", SMALL)
-    monkeypatch.setattr(measure, "read_bandwidth", lambda device: 1e10)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = cli.run(["bench", *args, "--device", "cpu", "--batch", "1", "--replays", "2"])
-        return code, *capfd.readouterr()
-
-    return run
+    return small_bench(monkeypatch, capfd, after="--device cpu --batch 1 --replays 2")
 
 
 # Time limits

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rival_stubs import SMALL, files_in
+from rival_stubs import SMALL, files_in, small_bench
 
 from benchmarks import tables
-from replayssm import cli
 from replayssm.bench import ahead, decode, measure, report, verify
 from replayssm.bench.check import first_step_errors
 from replayssm.bench.contenders import Ours, OurWindows
@@ -306,16 +305,7 @@ def test_a_table_of_one_length_keeps_the_decode_step(tmp_path):
 
 @pytest.fixture
 def bench(monkeypatch, capfd):
-    """`replayssm bench verify` on small shapes: gives exit code, stdout, stderr."""
-    monkeypatch.setattr(measure, "SHAPES", SMALL)
-    monkeypatch.setattr(measure, "read_bandwidth", lambda device: 1e10)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = cli.run(["bench", "verify", "--device", "cpu", *args])
-        return code, *capfd.readouterr()
-
-    return run
+    return small_bench(monkeypatch, capfd, before="verify --device cpu")
 
 
 def test_the_command_prints_one_json_object(bench, tmp_path):

@@ -16,7 +16,7 @@ from oracle import KINDS, SHAPES, Layer, poison, relative_error
 from torch import Tensor
 
 from replayssm import ReplayPool
-from replayssm.backends.cuda import blocks, decode
+from replayssm.backends.cuda import blocks, launch
 from replayssm.ops.rows import delta_decode_rows, mamba2_decode_rows
 
 _MISSING = emulated_cuda.missing()
@@ -49,19 +49,6 @@ def new_pool(layer: Layer, num_slots: int, ring_len: int, **options: object) -> 
     return pool
 
 
-def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of the blocks that are launched from now on."""
-    launched: list[int] = []
-    kernel = decode.kernel
-
-    def counting(*args: object) -> object:
-        launch = kernel(*args)
-        return lambda count, *rest: (launched.append(count), launch(count, *rest))
-
-    monkeypatch.setattr(decode, "kernel", counting)
-    return launched
-
-
 @pytest.mark.parametrize(
     ("cut", "shape"),
     sometimes(
@@ -77,7 +64,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_every_output_and_state_equals_the_recurrence(cut: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a padding row, a row that is forced to flush, and a ring that is longer than its flush period."""
     install(monkeypatch, cut)
-    launched = launches_of(monkeypatch)
+    launched = emulated_cuda.launches_of(monkeypatch, "replayssm_decode")
     layer = Layer.named(shape, backend="cuda")
     pool = new_pool(layer, 3, 3, ring_capacity=4)
     rows = pool.alloc(2)
@@ -174,8 +161,8 @@ def test_blocks_that_take_tile_after_tile_change_no_bit(
         emulated_cuda.install(monkeypatch, multiprocessors=1000)
         if chosen is not None:
             monkeypatch.setattr(blocks, "choose", lambda *_: block)
-            monkeypatch.setattr(decode, "properties", lambda _: decode.Properties(1, 227 * 1024, "cpu"))
-        launched = launches_of(monkeypatch)
+            monkeypatch.setattr(launch, "properties", lambda _: launch.Properties(1, 227 * 1024, "cpu"))
+        launched = emulated_cuda.launches_of(monkeypatch, "replayssm_decode")
         layer = Layer.named(shape, backend="cuda")
         pool = new_pool(layer, 4, 3, state_dtype=F32)
         first = pool.alloc(1)
@@ -253,7 +240,7 @@ def run_rows(kind: str, backend: str) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2"])
 def test_records_as_other_projects_define_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_cuda.install(monkeypatch)
-    launched = launches_of(monkeypatch)
+    launched = emulated_cuda.launches_of(monkeypatch, "replayssm_decode")
     for mine, expected in zip(run_rows(kind, "cuda"), run_rows(kind, "torch"), strict=True):
         assert relative_error(mine, expected) < 1e-6
     assert len(launched) == 6
@@ -267,7 +254,7 @@ def test_what_has_no_kernel_runs_on_the_other_backend(
 ) -> None:
     """Dims that no kernel is made for, and slots that don't begin at multiples of 16 bytes."""
     emulated_cuda.install(monkeypatch)
-    launched = launches_of(monkeypatch)
+    launched = emulated_cuda.launches_of(monkeypatch, "replayssm_decode")
     layer = Layer(kind, 1, 1, d_k, d_v, backend="cuda")
     pool = new_pool(layer, 2, 2)
     slots = pool.slot_tensor(pool.alloc(2))

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm.backends.cuda import blocks, build, decode, verify, windows
+from replayssm.backends.cuda import blocks, build, decode, launch, verify, windows
+from replayssm.backends.step import Rules
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LARGE, SMALL = 10**7, 1000  # rows of states in a step
@@ -51,7 +52,7 @@ def window_case(shape: str, state_dtype: torch.dtype, batch_rows: int, tokens: i
     types = {"C": NAMES[state_dtype], "X": "bf16", "U": "bf16" if state_dtype == BF16 else "float", "K": "bf16"}
     types |= {"A": "bf16", "B": "bf16" if layer.delta else "none", "RATE": "float", "BIAS": "float"}
     types |= {"D": "none" if layer.delta else "float", "Z": "none" if layer.delta else "bf16"}
-    rules = verify.Rules(l2_norm=layer.delta, softplus=not layer.delta)
+    rules = Rules(l2_norm=layer.delta, softplus=not layer.delta)
     return verify.macros(layer, cut, types, rules, tree=True, aligned=True)
 
 
@@ -293,7 +294,7 @@ def test_a_kernel_that_cannot_be_compiled_is_told_once_and_replaced(monkeypatch:
     def kernel(*args: object) -> None:
         raise build.BuildError("NVRTC can't compile the kernel for sm_90a: out of order")
 
-    monkeypatch.setattr(decode, "kernel", kernel)
+    monkeypatch.setattr(launch, "kernel", kernel)
     layer = Layer("gdn", 1, 1, 64, 64, backend="cuda")
     pool = ReplayPool([layer.spec], 1, ring_len=2, backend="cuda")
     slots = pool.slot_tensor(pool.alloc(1))

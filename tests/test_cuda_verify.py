@@ -26,19 +26,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of the blocks that are launched; few multiprocessors, so large blocks, unless a test installs others."""
     emulated_cuda.install(monkeypatch)
-    return launches_of(monkeypatch)
-
-
-def launches_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    numbers: list[int] = []
-    kernel = verify.kernel
-
-    def counting(*args: object) -> object:
-        launch = kernel(*args)
-        return lambda count, *rest: (numbers.append(count), launch(count, *rest))
-
-    monkeypatch.setattr(verify, "kernel", counting)
-    return numbers
+    return emulated_cuda.launches_of(monkeypatch, "replayssm_verify")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +46,7 @@ def test_every_token_and_state_equals_the_recurrence(
 ) -> None:
     """From an empty ring, behind records, with folds by one block of a key head and by several, then a decode step."""
     emulated_cuda.install(monkeypatch, multiprocessors=SIZES[size])
-    launched = launches_of(monkeypatch)
+    launched = emulated_cuda.launches_of(monkeypatch, "replayssm_verify")
     run = Run(Layer.named(shape, backend="cuda"), ring=tokens + 2)
     for step in range(5):
         run.verify(tokens, tree=TREES[tree])

@@ -96,14 +96,14 @@ def load() -> driver.Launch:
 
 def test_a_launch_hands_over_grid_block_memory_stream_and_arguments(library: ctypes.CDLL) -> None:
     launch, arguments = load(), driver.Arguments()
-    for tiles, rows, stream in ((8, 3, 0), (8, 3, 2**40 + 16), (4, 65535, 0), (8, 3, 0)):
-        arguments.bytes[:3] = bytes((tiles, rows % 256, stream % 256))
-        launch(tiles, rows, stream, arguments)
+    for blocks, stream in ((8, 0), (8, 2**40 + 16), (2**31 - 1, 0), (8, 0)):
+        arguments.bytes[:2] = bytes((blocks % 256, stream % 256))
+        launch(blocks, stream, arguments)
         last = Config.in_dll(library, "last")
-        assert (list(last.grid), list(last.block), last.shared_bytes) == ([tiles, rows, 1], [128, 1, 1], 70_000)
+        assert (list(last.grid), list(last.block), last.shared_bytes) == ([blocks, 1, 1], [128, 1, 1], 70_000)
         assert (last.stream or 0, last.attributes, last.num_attributes) == (stream, None, 0)
-        held = (ctypes.c_ubyte * 3).in_dll(library, "arguments")
-        assert list(held) == [tiles, rows % 256, stream % 256]
+        held = (ctypes.c_ubyte * 2).in_dll(library, "arguments")
+        assert list(held) == [blocks % 256, stream % 256]
     assert ctypes.c_void_p.in_dll(library, "kernel").value == 0x1000 + len("replayssm_decode")
     assert number(library, "launches") == 4
 
@@ -112,7 +112,7 @@ def test_a_thread_without_a_context_gets_the_devices(library: ctypes.CDLL) -> No
     launch = load()
     ctypes.c_int.in_dll(library, "refusals").value = 1
     ctypes.c_int.in_dll(library, "refused_with").value = 201
-    launch(1, 1, 0, driver.Arguments())
+    launch(1, 0, driver.Arguments())
     assert (number(library, "contexts"), number(library, "launches")) == (103, 1)
 
 
@@ -121,7 +121,7 @@ def test_a_launch_that_is_refused_says_so(library: ctypes.CDLL) -> None:
     ctypes.c_int.in_dll(library, "refusals").value = 2
     ctypes.c_int.in_dll(library, "refused_with").value = 719
     with pytest.raises(RuntimeError, match="the driver can't start replayssm_decode: OUT_OF_ORDER"):
-        launch(1, 1, 0, driver.Arguments())
+        launch(1, 0, driver.Arguments())
 
 
 def test_what_cannot_be_loaded_is_a_build_error(library: ctypes.CDLL) -> None:

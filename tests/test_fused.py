@@ -265,6 +265,20 @@ def test_modules_are_what_they_were_outside_a_forward_and_after_closing(tmp_path
     assert all(torch.equal(weight, weights[name]) for name, weight in again.state_dict().items())
 
 
+def test_a_module_keeps_a_forward_that_somebody_gave_it_since_it_was_looked_at() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("kernels are defined for the GPU here, not for the interpreter")
+    fused = FusedModules(build("qwen3_5"), ("norms", "swiglu"))
+    module, *others = fused.forwards
+    module.forward = theirs = lambda x: x
+    for _ in range(2):
+        with fused:
+            assert module.forward is theirs
+            assert all("forward" in vars(other) for other in others)
+        assert module.forward is theirs
+        assert not any("forward" in vars(other) for other in others)
+
+
 def merged(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[Any]:
     return list(fused_linears(model, dtype, merged=True, few_rows=False))
 

@@ -11,7 +11,7 @@ import torch
 from oracle import KINDS, Layer, relative_error
 
 from replayssm import ReplayPool
-from replayssm.backends.cuda import decode
+from replayssm.backends.cuda import decode, launch
 from replayssm.backends.step import ABSENT
 from replayssm.ops import known
 
@@ -56,14 +56,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the cuda backend does from now on: "plan" and "start"."""
     emulated_cuda.install(monkeypatch)
     done: list[str] = []
-    for name in ("_plan", "_start"):
-        function = getattr(decode, name)
+    for place, name in ((decode, "_plan"), (launch, "start")):
+        function = getattr(place, name)
 
         def noted(*args: object, name: str = name, function: Callable[..., object] = function) -> object:
             done.append(name.strip("_"))
             return function(*args)
 
-        monkeypatch.setattr(decode, name, noted)
+        monkeypatch.setattr(place, name, noted)
     return done
 
 

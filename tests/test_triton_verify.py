@@ -7,12 +7,12 @@ import test_verify
 import torch
 from oracle import KINDS
 
-from replayssm.backends.step import Step, Window
+from replayssm.backends.step import Layer, Rules, Step, Window
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs test_verify.py itself")
 
-from replayssm.backends.triton import gdn_verify  # noqa: E402 - after the skip where there is no Triton
+from replayssm.backends.triton import verify_step  # noqa: E402 - after the skip where there is no Triton
 
 
 def in_ci(*chosen: str) -> object:
@@ -86,5 +86,6 @@ def test_a_token_that_is_its_own_parent_ends_the_walk() -> None:
     step = Step(**state, slots=torch.zeros(1, dtype=torch.int32), flush_period=4, force_flush=None)
     window = Window(torch.tensor([tokens], dtype=torch.int32), torch.tensor([[-1, 1, 7]], dtype=torch.int32))
     x = layer.draw_window(1, tokens)
-    y = gdn_verify(*x.values(), layer.A_log, layer.dt_bias, 1.0, 1.0, True, step, window)
+    tensors = Layer(*x.values(), layer.A_log, layer.dt_bias)
+    y = verify_step(tensors, Rules(l2_norm=True), step, window)
     assert y.isfinite().all()

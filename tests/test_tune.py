@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from replayssm import ops, tuned
-from replayssm.backends.cuda import blocks, build, decode
+from replayssm.backends.cuda import blocks, build, decode, launch
 from replayssm.backends.cuda.blocks import Block
 from replayssm.bench.workload import SHAPES
 from replayssm.cli import run
@@ -26,7 +26,7 @@ from replayssm.tuner.search import Call, Options, tune
 
 F32, BF16 = torch.float32, torch.bfloat16
 GPU = "NVIDIA Test 100"
-ABOUT = decode.Properties(132, 227 * 1024, "sm_90a", GPU)
+ABOUT = launch.Properties(132, 227 * 1024, "sm_90a", GPU)
 CALL = Call("gdn", SHAPES["gdn"], 64, F32, BF16, 16, F32)
 USUAL = ahead.usual_block(CALL, ABOUT)
 assert USUAL is not None
@@ -54,8 +54,8 @@ class Table:
 
 
 def tuned_layer(times: Times, batches: tuple[int, ...] = (1, 64), **options: object) -> TunedLayer:
-    given = {"layers": {"gdn": [SHAPES["gdn"]]}, "state_dtypes": (F32,), "activation_dtype": BF16, **options}
-    (layer,) = tune(Options(batches=batches, **given), Table(times, []))
+    given = {"layers": {"gdn": [SHAPES["gdn"]]}, "state_dtypes": (F32,), "activation_dtype": BF16, "ring_lens": (8, 16)}
+    (layer,) = tune(Options(batches=batches, **{**given, **options}), Table(times, []))
     return layer
 
 
@@ -145,9 +145,9 @@ def test_what_is_compiled_ahead_is_what_a_step_asks_for(
         raise build.BuildError("that was all")
 
     monkeypatch.setattr(dispatch, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(decode, "kernel", kernel)
-    monkeypatch.setattr(decode, "properties", lambda device: ABOUT)
-    monkeypatch.setattr(decode, "_triton", lambda: __import__("replayssm.backends.torch").backends.torch)
+    monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(launch, "properties", lambda device: ABOUT)
+    monkeypatch.setattr(launch, "triton", lambda: __import__("replayssm.backends.torch").backends.torch)
     decode._plans.clear()
     call = Call(kind, SHAPES[kind], 1, state_dtype, BF16, 4, F32 if state_dtype is F32 else BF16)
     workload = Workload(kind, SHAPES[kind], 1, state_dtype, 4, BF16, torch.device("cpu"), 1)
@@ -160,7 +160,7 @@ def test_what_is_compiled_ahead_is_what_a_step_asks_for(
 def test_cuts_worth_measuring_divide_the_layer_and_fit() -> None:
     for kind, spec in SHAPES.items():
         for state_dtype in (F32, BF16):
-            shape = ahead.block_shape(Call(kind, spec, 64, state_dtype, BF16, 16, F32))
+            shape = Call(kind, spec, 64, state_dtype, BF16, 16, F32).shape
             found = blocks.candidates(shape, BF16, ABOUT.shared_bytes)
             assert len(found) > 3
             assert len(set(found)) == len(found)
@@ -176,9 +176,8 @@ def test_each_cut_that_is_right_has_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     """One that can't be compiled, for which another backend would step, has none, nor has one that the GPU refuses."""
     emulated_cuda.install(monkeypatch)
     monkeypatch.setattr(measure, "free_bytes", lambda device: 10**9)
-    monkeypatch.setattr(measure, "WORKING_SET", 1)
     call = Call("gdn", LayerSpec("head", "delta", 1, 1, 64, 32), 1, F32, F32, 1, F32)
-    about = decode.Properties(1, 227 * 1024, "cpu")
+    about = launch.Properties(1, 227 * 1024, "cpu")
     usual = ahead.usual_block(call, about)
     assert usual is not None
     smaller, unknown, refused = (replace(usual, rows=rows, warps=2) for rows in (16, 32, 32))
@@ -189,14 +188,14 @@ def test_each_cut_that_is_right_has_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(block)
         if block == unknown:
             raise build.BuildError("no such cut")
-        launch = emulated_cuda.kernel(macros, block, *rest)
+        start = emulated_cuda.kernel(macros, block, *rest)
 
         def refuse(*given: object) -> None:
             raise RuntimeError("the driver can't start it")
 
-        return refuse if block == refused else launch
+        return refuse if block == refused else start
 
-    monkeypatch.setattr(decode, "kernel", kernel)
+    monkeypatch.setattr(launch, "kernel", kernel)
     timer = measure.GpuTimer(torch.device("cpu"), SimpleNamespace(about=about), replays=2)
     with pytest.warns(RuntimeWarning, match="no such cut"):
         times = timer.microseconds(call, [None, smaller, unknown, refused])

@@ -14,7 +14,7 @@ import torch
 from oracle import Layer
 
 from replayssm import ReplayPool, tuned
-from replayssm.backends.cuda import blocks, build, cuts, decode
+from replayssm.backends.cuda import blocks, build, cuts, launch
 from replayssm.backends.cuda.blocks import Block
 from replayssm.tuned import Cut, Ring, Shape, Tuned, TunedFileError, TunedLayer, parse, unparse
 
@@ -221,9 +221,9 @@ def test_a_measured_cut_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs, used = [], []
     for block in (usual, measured):
         emulated_cuda.install(monkeypatch)
-        about = decode.Properties(1, 227 * 1024, "cpu", GPU)
-        monkeypatch.setattr(decode, "properties", lambda device, about=about: about)
-        monkeypatch.setattr(decode, "kernel", lambda *args: (used.append(args[1]), emulated_cuda.kernel(*args))[1])
+        about = launch.Properties(1, 227 * 1024, "cpu", GPU)
+        monkeypatch.setattr(launch, "properties", lambda device, about=about: about)
+        monkeypatch.setattr(launch, "kernel", lambda *args: (used.append(args[1]), emulated_cuda.kernel(*args))[1])
         if block is measured:
             tuned.save(file_with(cut(2, block), shape=cuts.tuned_shape(shape, F32)), tuned.own_file(GPU))
         pool = ReplayPool([layer.spec], 2, ring_len=3, backend="cuda")

@@ -36,6 +36,11 @@ class Prepared:
     records: Callable[[int, Tensor], Records] | None
     settings: Mapping[str, Setting] = field(default_factory=lambda: {"": nullcontext})
 
+    def walk(self) -> None:
+        """All the calls."""
+        for step in self.steps:
+            step()
+
 
 class Contender(Protocol):
     """One way to make a decode step, or to run a verify window."""

@@ -23,9 +23,11 @@ from replayssm.bench.check import LARGEST_ERROR, first_step_errors
 from replayssm.bench.contenders import Contender, Prepared
 from replayssm.bench.rivals.loading import Project
 from replayssm.bench.rivals.projects import PROJECTS
+from replayssm.bench.rows import said
 from replayssm.bench.source import package_digest
 from replayssm.bench.timing import Phases, Walk, make_room, read_bandwidth, recorded, time_in_turns
 from replayssm.bench.workload import SHAPES, Workload, num_calls, shape_name
+from replayssm.ops.checks import dtype_name
 from replayssm.state import LayerSpec
 
 #: Bytes of checkpoints in a walk: on a GPU well over its cache, of 50 MB on an H200.
@@ -149,7 +151,7 @@ def _time(entrants: list[Entrant], replays: int) -> None:
         times = time_in_turns([entrant.walk for entrant in entrants], replays, entrants[0].workload.device)
     except Exception as error:  # of one of them, and there is no telling whose: other points are still to be measured
         for entrant in entrants:
-            entrant.row["error"] = _said(error)
+            entrant.row["error"] = said(error)
         return
     for entrant, seconds in zip(entrants, times, strict=True):
         entrant.row.update(_microseconds(seconds, entrant.workload.calls))
@@ -160,7 +162,7 @@ def _row(workload: Workload, contender: Contender, bandwidth: float) -> Row:
         "op": workload.op,
         "contender": contender.name,
         "batch": workload.batch,
-        "state_dtype": str(workload.state_dtype).removeprefix("torch."),
+        "state_dtype": dtype_name(workload.state_dtype),
         "ring_len": workload.ring_len if contender.has_ring else None,
         "window": workload.window,
         "shape": shape_name(workload.spec),
@@ -183,29 +185,20 @@ def _enter(workload: Workload, contender: Contender, row: Row, phases: Phases) -
             return None
         setting, walk = _best_setting(workload, prepared, phases)
     except Exception as error:  # whatever a rival's code may raise: the others are still to be measured
-        row["error"] = _said(error)
+        row["error"] = said(error)
         return None
     if setting:
         row["setting"] = setting
     return Entrant(row, workload, prepared, walk)
 
 
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
 def _best_setting(workload: Workload, prepared: Prepared, phases: Phases) -> tuple[str, Walk]:
     """The walk with the launch setting that is fastest in a short trial."""
-
-    def once() -> None:
-        for step in prepared.steps:
-            step()
-
     walks = {}
     for name, setting in prepared.settings.items():
         with setting(), phases("recording"):
             prepared.steps[0]()
-            walks[name] = recorded(once, workload.device)
+            walks[name] = recorded(prepared.walk, workload.device)
     if len(walks) == 1:
         return next(iter(walks.items()))
     with phases("choosing"):

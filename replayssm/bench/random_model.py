@@ -38,11 +38,12 @@ def random_model(path: Path, dtype: str, device: str) -> LoadedModel:
     values = read_config(path)
     with quiet_libraries():
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
         torch.manual_seed(SEED)
         try:
-            config = AutoConfig.for_model(**values)
+            # Of the file, not of its values: in what transformers writes, an infinity is no number of JSON's.
+            config = CONFIG_MAPPING[values["model_type"]].from_json_file(path)
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         except Exception as error:  # whatever a config makes transformers raise, the config is the cause

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from replayssm.folders import write_whole
+
 Row = dict[str, Any]
 Point = tuple[int, str, int]  # batch, state dtype, L
 #: Ours, best first: what rivals are compared with.
@@ -17,11 +19,9 @@ SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 def write(result: dict[str, Any], path: Path) -> None:
     """One row on a line, so that two files can be compared."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(row) for row in result["rows"])
-    beside = path.with_name(f".{path.name}.new")  # a run that is stopped while it writes leaves a whole file
-    beside.write_text(f'{{"meta": {json.dumps(result["meta"])},\n "rows": [\n{lines}\n]}}\n')
-    beside.replace(path)
+    # A run that is stopped while it writes leaves a whole file.
+    write_whole(path, f'{{"meta": {json.dumps(result["meta"])},\n "rows": [\n{lines}\n]}}\n')
 
 
 class OperatorTable:

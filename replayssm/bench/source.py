@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 SUFFIXES = (".py", ".c", ".h", ".cu", ".cuh")
@@ -21,7 +21,7 @@ def package_digest(folder: Path) -> str:
 
 def digest(blobs: Mapping[str, str]) -> str:
     """Digest of files, given git's names of their contents by path."""
-    lines: Iterable[str] = (f"{blob} {path}\n" for path, blob in sorted(blobs.items()))
+    lines = (f"{blob} {path}\n" for path, blob in sorted(blobs.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:DIGITS]
 
 

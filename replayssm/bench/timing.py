@@ -66,9 +66,13 @@ def make_room(device: torch.device) -> None:
     """Give back what is unused once it is half of the GPU: the allocator keeps the tensors of sizes that are over."""
     if device.type != "cuda":
         return
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if unused > torch.cuda.get_device_properties(device).total_memory / 2:
+    if unused_bytes(device) > torch.cuda.get_device_properties(device).total_memory / 2:
         torch.cuda.empty_cache()
+
+
+def unused_bytes(device: torch.device) -> int:
+    """Memory of the GPU that PyTorch keeps for new tensors."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def time_in_turns(

@@ -56,7 +56,7 @@ def contenders_of(options: VerifyOptions) -> tuple[list[Contender], list[str]]:
 
 def _has_windows(backend: str) -> bool:
     """Whether verify is the backend's own, not that of another which it falls back to."""
-    return str(backend_module(backend).gdn_verify.__module__).startswith(f"replayssm.backends.{backend}")
+    return str(backend_module(backend).verify_step.__module__).startswith(f"replayssm.backends.{backend}")
 
 
 def points(options: VerifyOptions, contenders: list[Contender]) -> Iterator[Entries]:

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
-from replayssm.cli.bench_e2e import e2e
+from replayssm.cli.bench_e2e import MAX_SECONDS, e2e
 from replayssm.cli.lists import names, numbers, texts
-from replayssm.cli.measuring import measured, said
+from replayssm.cli.measuring import check_is_no_folder, measured, said
 from replayssm.errors import InputError
 from replayssm.options import DEVICES, MAX_RING_LEN, STATE_DTYPES
 
@@ -29,7 +29,6 @@ DEFAULT_RIVALS = Path(".rivals")
 MAX_BATCH = 4096
 MAX_WINDOW = 16
 MAX_REPLAYS = 10_000
-MAX_SECONDS = 1_000_000
 COMPILE_SHARE = 0.6  # of the time limit, at most
 
 app = typer.Typer(help="Measure operators and the engine on this machine.", rich_markup_mode=None)
@@ -242,5 +241,4 @@ def _print(result: dict[str, Any]) -> None:
 def _check_paths(rivals: Path | None, output: Path | None) -> None:
     if rivals is not None and not rivals.is_dir():
         raise InputError(f"rivals is {str(rivals)!r}, which is not a folder: docs/benchmarks.md says how to fill one")
-    if output is not None and output.is_dir():
-        raise InputError(f"output is {str(output)!r}, which is a folder: a file is wanted")
+    check_is_no_folder(output)

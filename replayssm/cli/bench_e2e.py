@@ -14,7 +14,7 @@ from rich.table import Table
 from replayssm import bundled
 from replayssm.bench.rows import CONTENDERS, LOADS
 from replayssm.cli.lists import names, numbers
-from replayssm.cli.measuring import measured, said
+from replayssm.cli.measuring import check_is_no_folder, measured, said
 from replayssm.errors import InputError
 from replayssm.loading.folder import check_model
 from replayssm.options import BACKENDS, DEVICES, DTYPES, MAX_DRAFT, MAX_RING_LEN, STATE_DTYPES, LoadOptions
@@ -89,8 +89,7 @@ def e2e(
     contexts = numbers("context", context, MAX_TOKENS) if context else ()
     limit = _number("seconds", seconds, MAX_SECONDS) if seconds else None
     prompts = _number("prompt-tokens", prompt_tokens, MAX_TOKENS) if prompt_tokens else None
-    if output is not None and output.is_dir():
-        raise InputError(f"output is {str(output)!r}, which is a folder: a file is wanted")
+    check_is_no_folder(output)
     loaded = _load(model if model is not None else bundled.names()[0], LoadOptions(dtype=dtype, device=device))
 
     from replayssm.bench.e2e import Options

@@ -1,13 +1,16 @@
-"""What the commands under `bench` share: messages on standard error, and a run with a progress bar."""
+"""What `tune` and the commands under `bench` share: messages on standard error, and a run with a progress bar."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+
+from replayssm.errors import InputError
 
 Result = dict[str, Any]
 
@@ -15,6 +18,30 @@ Result = dict[str, Any]
 def said() -> Console:
     """Standard error."""
     return Console(stderr=True, highlight=False)
+
+
+def check_is_no_folder(output: Path | None) -> None:
+    """Refuse a folder as the file for the result."""
+    if output is not None and output.is_dir():
+        raise InputError(f"output is {str(output)!r}, which is a folder: a file is wanted")
+
+
+@contextmanager
+def progress(steps: int, first: str, timing: ProgressColumn) -> Iterator[Callable[[str], None]]:
+    """A progress bar on standard error.
+
+    Args:
+        steps: how many there are.
+        first: what is said until one is done.
+        timing: the bar's last column.
+
+    Yields:
+        What to call after each step, with what it was.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), timing)
+    with Progress(*columns, console=said(), transient=True) as bar:
+        task = bar.add_task(first, total=steps)
+        yield lambda done: bar.update(task, advance=1, description=done)
 
 
 def measured(
@@ -36,14 +63,11 @@ def measured(
     """
     from replayssm.bench import report
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), timing)
-    with Progress(*columns, console=said(), transient=True) as progress:
-        task = progress.add_task("measuring", total=num_points)
+    with progress(num_points, "measuring", timing) as step_done:
 
         def advance(result: Result) -> None:
             if output is not None:
                 report.write(result, output)
-            last = described(result["rows"][-1]) if result["rows"] else "measuring"
-            progress.update(task, advance=1, description=last)
+            step_done(described(result["rows"][-1]) if result["rows"] else "measuring")
 
         return run(advance)

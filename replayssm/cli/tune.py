@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from replayssm import bundled
+from replayssm.cli.bench import MAX_BATCH
 from replayssm.cli.lists import names, numbers
-from replayssm.cli.measuring import said
+from replayssm.cli.measuring import check_is_no_folder, progress, said
 from replayssm.errors import InputError, one_line
 from replayssm.options import MAX_RING_LEN, STATE_DTYPES
 from replayssm.tuned import Tuned, TunedLayer, own_file, save, unparse
@@ -24,7 +25,6 @@ from replayssm.tuned import Tuned, TunedLayer, own_file, save, unparse
 if TYPE_CHECKING:
     from replayssm.tuner.search import Call, Options, Timer
 
-MAX_BATCH = 4096
 BATCHES, QUICK_BATCHES = "1,8,32,64,128,256,512", "1,8,64,256"
 RING_LENS, QUICK_RING_LENS = "1,2,4,8,16,32", "1,8,16"
 REPLAYS, QUICK_REPLAYS = 20, 9
@@ -65,7 +65,7 @@ def tune(
     try:
         save(tuned, path)
     except OSError as error:
-        raise InputError(f"{path} can't be written ({one_line(error)}): name another file with --output") from error
+        raise unwritable(path, error) from error
     if as_json:
         typer.echo(json.dumps(json.loads(unparse(tuned))))
         return
@@ -95,13 +95,16 @@ def check_gpu() -> str:
 def check_writable(path: Path) -> None:
     """Refuse a place that can't be written before minutes are spent on measuring."""
     try:
-        if path.is_dir():
-            raise InputError(f"output is {str(path)!r}, which is a folder: a file is wanted")
+        check_is_no_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise InputError(f"{path} can't be written ({one_line(error)}): name another file with --output") from error
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(f"{path} can't be written ({one_line(error)}): name another file with --output")
 
 
 def make_options(
@@ -138,11 +141,16 @@ def make_options(
 
 
 def measure(options: Options, gpu: str, replays: int) -> Tuned:
-    """Measure on the GPU, behind a progress bar."""
+    """Measure on the GPU, behind a progress bar, which says what was measured last."""
+    from replayssm.ops.checks import dtype_name
     from replayssm.tuner.search import tune
 
-    with gpu_timer(replays) as (timer, made_with):
-        layers = with_progress(options.num_steps, lambda advance: tune(options, timer, advance))
+    def described(call: Call) -> str:
+        return f"{call.kind} {dtype_name(call.state_dtype)} L={call.ring_len} B={call.batch}"
+
+    bar = progress(options.num_steps, "compiling", TimeRemainingColumn())
+    with gpu_timer(replays) as (timer, made_with), bar as step_done:
+        layers = tune(options, timer, lambda call: step_done(described(call)))
     return Tuned(gpu, made_with, layers)
 
 
@@ -151,33 +159,18 @@ def gpu_timer(replays: int) -> Iterator[tuple[Timer, dict[str, str]]]:
     """What measures on the current GPU, and what it measures with: versions and the kernels' source."""
     import torch
 
-    from replayssm.backends.cuda import build, decode
+    from replayssm.backends.cuda import build, launch
     from replayssm.bench.measure import environment
     from replayssm.tuner.ahead import Compilers
     from replayssm.tuner.measure import GpuTimer
 
     device = torch.device("cuda", torch.cuda.current_device())
-    compilers = Compilers(decode.properties(device))
+    compilers = Compilers(launch.properties(device))
     about = {name: str(value) for name, value in environment(device).items()}
     try:
         yield GpuTimer(device, compilers, replays), about | {"kernels": build.fingerprint({}, "")}
     finally:
         compilers.close()
-
-
-def with_progress(
-    steps: int, run: Callable[[Callable[[Call], None]], tuple[TunedLayer, ...]]
-) -> tuple[TunedLayer, ...]:
-    """Run behind a progress bar on standard error, which says what was measured last."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=said(), transient=True) as progress:
-        task = progress.add_task("compiling", total=steps)
-
-        def advance(call: Call) -> None:
-            dtype = str(call.state_dtype).removeprefix("torch.")
-            progress.update(task, advance=1, description=f"{call.kind} {dtype} L={call.ring_len} B={call.batch}")
-
-        return run(advance)
 
 
 def show(layer: TunedLayer, console: Console) -> None:

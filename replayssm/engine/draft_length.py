@@ -8,10 +8,11 @@ Whatever is chosen, the tokens that come are the same.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from replayssm.speculate.adaptive import GivenCosts, MeasuredCosts
+from replayssm.speculate.adaptive import GivenCosts, MeasuredCosts, right_at
 
 FIRST_GUESS = 0.7  # of the chance that a draft is right
 WEIGHT = 0.1  # of each draft that was right or wrong
@@ -59,7 +60,7 @@ class DraftLength:
 
     def __init__(self, max_drafts: int) -> None:
         self._chance = [FIRST_GUESS] * max_drafts  # that the draft at a depth is right, once those before it are
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
 
     def begin(self, rows: int) -> bool:
         """Whether a step of so many rows may have drafts."""
@@ -102,12 +103,10 @@ class DraftLength:
         """What became of a step's drafts: of each row, how many it had, and how many of them were right."""
         self._size(len(drafted)).trials -= sum(count > 0 for count in drafted)
         for depth, before in enumerate(self._chance, 1):
-            tried = [
-                right for count, right in zip(drafted, accepted, strict=True) if count >= depth and right >= depth - 1
-            ]
-            if tried:
-                kept = (1 - WEIGHT) ** len(tried)
-                share = sum(right >= depth for right in tried) / len(tried)
+            right = right_at(depth, drafted, accepted)
+            if right:
+                kept = (1 - WEIGHT) ** len(right)
+                share = sum(right) / len(right)
                 self._chance[depth - 1] = kept * before + (1 - kept) * share
 
     def took(self, rows: int, num_drafts: int, seconds: float) -> None:
@@ -115,7 +114,7 @@ class DraftLength:
         self._size(rows).costs.observe(num_drafts, seconds)
 
     def _size(self, rows: int) -> _Size:
-        return self._sizes.setdefault(_rounded(rows), _Size())
+        return self._sizes[_rounded(rows)]
 
     def _tokens(self, counts: Sequence[int], longest: int) -> float:
         """Tokens that a step is expected to give."""

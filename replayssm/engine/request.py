@@ -114,11 +114,6 @@ class Sequence:
         return self.phase is Phase.FINISHED
 
     @property
-    def num_sampled(self) -> int:
-        """Tokens after the prompt, those in flight among them."""
-        return len(self.tokens) + self.in_flight - len(self.request.prompt)
-
-    @property
     def num_left(self) -> int:
         """Tokens that may still be sampled."""
         request = self.request  # asked for each row at each step

@@ -23,6 +23,7 @@ from replayssm.engine.cache import ATTENTION, ATTRIBUTE, Decode, EngineCache, Pr
 from replayssm.engine.forward import Chunk, Forward
 from replayssm.engine.graphs import Graphs
 from replayssm.engine.kv import Pages, attention_layers
+from replayssm.engine.transfer import send, to_device
 from replayssm.engine.waves import waves_of
 from replayssm.engine.window import Window, find_window, places_of
 from replayssm.errors import one_line
@@ -237,12 +238,12 @@ class Runner:
         table = torch.tensor([[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks], dtype=torch.int32)
         table = table.view(len(chunks), width)
         places = places_of(table, rows, positions, self.page_size) if width else positions
-        of_rows = [(c.slot, c.start, end - n, n, end - 1) for c, n, end in zip(chunks, counts, ends, strict=True)]
+        columns = [[chunk.start for chunk in chunks], [0, *ends[:-1]], counts, [end - 1 for end in ends]]
 
-        ids, positions, places = self._sent(torch.stack([ids, positions, places]))
-        *_, last = sent = self._sent(torch.tensor(of_rows).T.contiguous())
-        lengths, first, num_tokens = sent[1:4].int()
-        queries = Queries(self._sent(table), lengths, first, num_tokens, max(counts), ends[-1])
+        ids, positions, places = send(torch.stack([ids, positions, places]), self.device)
+        *_, last = of_rows = to_device(columns, torch.int64, self.device)
+        lengths, first, num_tokens = of_rows[:3].int()
+        queries = Queries(send(table, self.device), lengths, first, num_tokens, max(counts), ends[-1])
         return Prefill(waves, queries, places), ids[None], positions[None], last
 
     def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -270,10 +271,6 @@ class Runner:
         )
         batch, length = tokens.shape
         return window, Queries(page_table, lengths, window.first, window.num_tokens, length, batch * length)
-
-    def _sent(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host, on the device, without waiting for what runs there."""
-        return tensor.to(self.device, non_blocking=True)
 
     def _forward(self, step: Step, ids: Tensor, positions: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
         """Logits and hidden states after the final norm, both as the model has them."""

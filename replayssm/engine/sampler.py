@@ -156,12 +156,7 @@ class Sampler:
             masks: int32 ``[C, ⌈V/32⌉]``, a bit for each token that may come, for the constrained rows in their order.
         """
         self._check(logits[:, None], rows, None if masks is None else masks[:, None])
-        if rows.table is not None:
-            masks = None if masks is None else masks[:, None]
-            tokens = self._draw_fused(logits[:, None], rows.table, positions, masks, count=True)[:, 0]
-        else:
-            tokens = self._draw(logits, rows, positions, masks)
-            self._count(rows, tokens)
+        tokens = self._draw(logits, rows, positions, masks, count=True)
         return Sampled(tokens, self._logprobs(logits, tokens, rows), rows)
 
     @torch.no_grad()
@@ -205,9 +200,9 @@ class Sampler:
         self, logits: Tensor, rows: Rows, positions: Tensor, tokens: Tensor, inside: Tensor, masks: Tensor | None
     ) -> Tensor:
         """``[B, T]``, what follows each token of a window."""
-        if rows.table is None and not rows.parts:
-            return logits.argmax(-1)
-        if rows.table is not None and not rows.parts:
+        if not rows.parts:
+            if rows.table is None:
+                return logits.argmax(-1)
             return self._draw_fused(logits, rows.table, positions, masks, count=False)
         drawn = tokens.new_empty(tokens.shape)
         for t in range(tokens.shape[1]):
@@ -215,11 +210,7 @@ class Sampler:
             if t:
                 self._count(rows, tokens[:, t], inside[:, t])
             mask = None if masks is None else masks[:, t]
-            if rows.table is None:
-                drawn[:, t] = self._draw(logits[:, t], rows, positions + t, mask)
-            else:
-                mask = None if mask is None else mask[:, None]
-                drawn[:, t] = self._draw_fused(logits[:, t, None], rows.table, positions + t, mask, count=False)[:, 0]
+            drawn[:, t] = self._draw(logits[:, t], rows, positions + t, mask, count=False)
         return drawn
 
     def _draw_fused(
@@ -247,15 +238,20 @@ class Sampler:
         columns = ([max(row, 0) for row in rows], kinds, seen, [masks.get(place, 0) for place in range(len(rows))])
         return to_device(columns, torch.int32, self.device)
 
-    def _draw(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Tensor | None) -> Tensor:
-        """``[B]``, by PyTorch's own functions, of logits ``[B, V]``."""
+    def _draw(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Tensor | None, *, count: bool) -> Tensor:
+        """``[B]``, of logits ``[B, V]``; counted, if so wanted, as seen."""
+        if rows.table is not None:
+            masks = None if masks is None else masks[:, None]
+            return self._draw_fused(logits[:, None], rows.table, positions, masks, count=count)[:, 0]
         tokens = logits.argmax(-1) if rows.plain else positions.new_empty(rows.size, dtype=torch.int64)
         for part in rows.parts:
             tokens.index_copy_(0, part.batch, self._draw_part(logits, part, positions, masks))
+        if count:
+            self._count(rows, tokens)
         return tokens
 
     def _draw_part(self, logits: Tensor, part: Part, positions: Tensor, masks: Tensor | None) -> Tensor:
-        """``[n]``, the tokens of a part."""
+        """``[n]``, the tokens of a part, by PyTorch's own functions."""
         kind, scores = part.kind, logits.index_select(0, part.batch).float()
         positions = positions.index_select(0, part.batch)
         numbers = self._numbers.index_select(0, part.rows)

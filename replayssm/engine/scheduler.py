@@ -167,9 +167,8 @@ class Scheduler:
     def keep(self, sequence: Sequence) -> None:
         """Give the cache a snapshot of a sequence that has done whole pages, if it has none yet and there is room."""
         cache, end = self.cache, sequence.done
-        if cache is None or end % self.limits.page_size or cache.holds(sequence.tokens, end) or not cache.free_slot():
-            return
-        cache.insert(sequence.tokens, end, sequence.pages, self.slots.snapshot(sequence.slot))
+        if cache is not None and self._has_room(cache, sequence, end):
+            cache.insert(sequence.tokens, end, sequence.pages, self.slots.snapshot(sequence.slot))
 
     def failed(self) -> None:
         """A step broke off after it was planned."""
@@ -179,9 +178,7 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, end: int) -> int | None:
         """A slot for a snapshot within a prefill, where one is wanted and there is room."""
         cache = self.cache
-        if cache is None or not self._is_stop(sequence, end) or cache.holds(sequence.tokens, end):
-            return None
-        if not cache.free_slot():
+        if cache is None or not self._is_stop(sequence, end) or not self._has_room(cache, sequence, end):
             return None
         (slot,) = self.slots.alloc(1, zero=False)
         self._reserved.add(slot)
@@ -199,8 +196,11 @@ class Scheduler:
 
     def _is_stop(self, sequence: Sequence, end: int) -> bool:
         """Whether a snapshot is wanted where a piece ends."""
-        wanted = end in sequence.stops or end % self.limits.chunk_tokens == 0
-        return wanted and end % self.limits.page_size == 0
+        return end in sequence.stops or end % self.limits.chunk_tokens == 0
+
+    def _has_room(self, cache: PrefixCache, sequence: Sequence, end: int) -> bool:
+        """Whether the cache can take a snapshot after so many tokens: whole pages, of which it has none yet."""
+        return end % self.limits.page_size == 0 and not cache.holds(sequence.tokens, end) and cache.free_slot()
 
     # Admission
 

@@ -57,7 +57,7 @@ class TextStream:
         self._stops = StopStrings(params.stop, include=params.include_stop)
 
     def kept(self, tokens: Sequence[int], before: int) -> tuple[int, bool]:
-        """What :meth:`append` will say of a sample without stop strings, without making its text.
+        """How far a sample goes, by anything but stop strings.
 
         Args:
             tokens: the sample's next ones.
@@ -75,18 +75,19 @@ class TextStream:
     def append(self, tokens: Sequence[int]) -> Piece:
         """The sample's next tokens; what comes behind its end is left out."""
         texts: list[str] = []
-        params, detokenizer = self._params, self._detokenizer
-        for count, token in enumerate(tokens, 1):
+        count, ends = self.kept(tokens, self.num_tokens)
+        for number, token in enumerate(tokens[:count], 1):
             self.num_tokens += 1
-            ends = token in self._ends
-            text = detokenizer.append(token) if not ends or params.include_stop else ""
+            shown = token not in self._ends or self._params.include_stop
+            text = self._detokenizer.append(token) if shown else ""
             if not self.has_stops:
                 texts.append(text)
             elif (stop := self._feed(text, texts)) is not None:
-                return Piece("".join(texts), count, "stop", stop)
-            if ends or self.num_tokens == params.max_tokens:
-                return self._end(texts, count, token if ends else None)
-        return Piece("".join(texts), len(tokens))
+                return Piece("".join(texts), number, "stop", stop)
+        if ends:
+            last = tokens[count - 1]
+            return self._end(texts, count, last if last in self._ends else None)
+        return Piece("".join(texts), count)
 
     def finish(self) -> str:
         """What was held back, for a sample that ends by something else than its tokens."""

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from replayssm.state.transfer import send, to_device
 
-def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list, or a list of equally long lists, as a tensor on the device; see :func:`send`."""
-    return send(torch.tensor(values, dtype=dtype), device)
-
-
-def send(held: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device.
-
-    On a GPU it goes through pinned memory of its own, which PyTorch keeps until the copy is done: from pageable memory
-    the host would wait, and from a buffer that is filled again it could overtake the device.
-    """
-    if device.type != "cuda":
-        return held.to(device)
-    return held.pin_memory().to(device, non_blocking=True)
+__all__ = ["HostCopy", "send", "to_device"]
 
 
 class HostCopy:

@@ -14,19 +14,17 @@ from replayssm.ops.checks import check_flush_period, check_rows, check_slots_on_
 from replayssm.ops.dispatch import backend_module, call, register
 from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2, limits
 from replayssm.ops.known import ShortWay, recall, remember
-from replayssm.ops.layers import LAYERS
+from replayssm.ops.layers import GATE, LAYERS, MAMBA2
 
 _STATE_SCHEMA = (
     "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, "
     "Tensor write_pos, Tensor checkpoint_slot, Tensor slots, int flush_period, Tensor? force_flush, str backend"
 )
-_GATE = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _DELTA = f"float beta_scale, float scale, bool qk_l2norm, {_STATE_SCHEMA}"
-_MAMBA2 = "Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus"
 _SCHEMAS = (
-    f"gdn_decode({_GATE}, {_DELTA}) -> Tensor",
-    f"kda_decode({_GATE}, float? lower_bound, {_DELTA}) -> Tensor",
-    f"mamba2_decode({_MAMBA2}, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor",
+    f"gdn_decode({GATE}, {_DELTA}) -> Tensor",
+    f"kda_decode({GATE}, float? lower_bound, {_DELTA}) -> Tensor",
+    f"mamba2_decode({MAMBA2}, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor",
 )
 
 

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from replayssm.backends.step import Layer, Rules
 
+# How schemas begin: the tensors of gdn and kda, and what mamba2 takes up to its limits.
+GATE = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
+MAMBA2 = "Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus"
+
 
 def gdn(
     q: Tensor,

@@ -7,7 +7,6 @@ flash-linear-attention where it is installed and serves the layer, see :mod:`rep
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,15 +17,14 @@ from replayssm.backends.torch import prefill as torch_prefill
 from replayssm.ops.checks import ACTIVATION_DTYPES, check_activation, check_rank, check_tensor
 from replayssm.ops.dispatch import call, register, resolve_backend
 from replayssm.ops.inputs import check_dt_limit, limits
+from replayssm.ops.layers import GATE, LAYERS, MAMBA2
 
-_GATE = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _DELTA = "float beta_scale, float scale, bool qk_l2norm"
-_MAMBA2 = "Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus"
 _ENDS = "Tensor initial_state, Tensor cu_seqlens, str backend) -> (Tensor, Tensor)"
 _SCHEMAS = (
-    f"gdn_prefill({_GATE}, {_DELTA}, {_ENDS}",
-    f"kda_prefill({_GATE}, float? lower_bound, {_DELTA}, {_ENDS}",
-    f"mamba2_prefill({_MAMBA2}, float dt_min, float dt_max, {_ENDS}",
+    f"gdn_prefill({GATE}, {_DELTA}, {_ENDS}",
+    f"kda_prefill({GATE}, float? lower_bound, {_DELTA}, {_ENDS}",
+    f"mamba2_prefill({MAMBA2}, float dt_min, float dt_max, {_ENDS}",
 )
 
 
@@ -247,19 +245,17 @@ def _check_cuts(cu_seqlens: Tensor, sequences: int, x: Tensor) -> None:
         )
 
 
-def _module(name: str, backend: str, k: Tensor, v: Tensor) -> ModuleType:
-    """Whose function runs."""
-    return fla if backend != "torch" and hasattr(fla, name) and fla.serves(v, k) else torch_prefill
-
-
 def _register(schema: str) -> None:
-    """Register the operator: the call goes to the same function of a backend."""
+    """Register the operator: the call goes to a backend."""
     name = schema.partition("(")[0]
-    values, keys = (0, 2) if name == "mamba2_prefill" else (2, 1)
+    layer_of = LAYERS[name.removesuffix("_prefill")]
+    values = 0 if name == "mamba2_prefill" else 2
 
     def implementation(*args: Any) -> tuple[Tensor, Tensor]:
-        *inputs, backend = args
-        return getattr(_module(name, backend, args[keys], args[values]), name)(*inputs)
+        *inputs, initial_state, cu_seqlens, backend = args
+        layer, rules = layer_of(*inputs)
+        by_fla = backend != "torch" and layer.b is not None and fla.serves(layer.v, layer.k)
+        return (fla if by_fla else torch_prefill).prefill(layer, rules, initial_state, cu_seqlens)
 
     def fake(*args: Any) -> tuple[Tensor, Tensor]:
         return args[values].new_empty(args[values].shape), args[-3].new_empty(args[-3].shape)

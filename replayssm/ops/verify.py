@@ -20,19 +20,18 @@ from replayssm.backends.step import ABSENT, Step, Window
 from replayssm.ops.dispatch import backend_module, call, register
 from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2, limits
 from replayssm.ops.known import recall, remember
+from replayssm.ops.layers import GATE, LAYERS, MAMBA2
 from replayssm.ops.windows import all_tokens, check_length, check_window, check_window_on_host
 
 _STATE_SCHEMA = (
     "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, Tensor write_pos, "
     "Tensor checkpoint_slot, Tensor slots, Tensor num_tokens, Tensor? parents, str backend"
 )
-_GATE = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _DELTA = f"float beta_scale, float scale, bool qk_l2norm, {_STATE_SCHEMA}"
-_MAMBA2 = "Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus"
 _SCHEMAS = (
-    f"gdn_verify({_GATE}, {_DELTA}) -> Tensor",
-    f"kda_verify({_GATE}, float? lower_bound, {_DELTA}) -> Tensor",
-    f"mamba2_verify({_MAMBA2}, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor",
+    f"gdn_verify({GATE}, {_DELTA}) -> Tensor",
+    f"kda_verify({GATE}, float? lower_bound, {_DELTA}) -> Tensor",
+    f"mamba2_verify({MAMBA2}, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor",
 )
 
 
@@ -214,9 +213,10 @@ def _rows(
 
 
 def _register(schema: str) -> None:
-    """Register the operator: the call goes to the same function of the chosen backend."""
+    """Register the operator: the call goes to the chosen backend."""
     name = schema.partition("(")[0]
     values = 0 if name == "mamba2_verify" else 2
+    layer_of = LAYERS[name.removesuffix("_verify")]
 
     def implementation(*args: Any) -> Tensor:
         *inputs, checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = args[:-4]
@@ -224,7 +224,7 @@ def _register(schema: str) -> None:
         check_window_on_host(slots, checkpoint.shape[0], num_tokens, parents, args[values].shape[1])
         period = ring_u.shape[2]
         step = Step(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, slots, period, None)
-        return getattr(backend_module(backend), name)(*inputs, step, Window(num_tokens, parents))
+        return backend_module(backend).verify_step(*layer_of(*inputs), step, Window(num_tokens, parents))
 
     register(schema, implementation, lambda *args: args[values].new_empty(args[values].shape))
 

@@ -172,14 +172,18 @@ class AdaptiveLength:
         if any(drafted):
             self._share += self.weight * (sum(d > 0 for d in drafted) / len(drafted) - self._share)
         for depth in range(1, self.max_drafts + 1):
-            # Rows whose drafts reach this depth, and were right so far.
-            tried = [a for d, a in zip(drafted, accepted, strict=True) if d >= depth and a >= depth - 1]
-            if not tried:
+            right = right_at(depth, drafted, accepted)
+            if not right:
                 continue
-            share = sum(a >= depth for a in tried) / len(tried)
+            share = sum(right) / len(right)
             before = self._accepted[depth - 1]
             before = self.acceptance(depth) if before is None else before
             self._accepted[depth - 1] = before + self.weight * (share - before)
+
+
+def right_at(depth: int, drafted: Sequence[int], accepted: Sequence[int]) -> list[bool]:
+    """Whether the drafts at a depth were right, of those rows whose drafts reach it and were right so far."""
+    return [a >= depth for d, a in zip(drafted, accepted, strict=True) if d >= depth and a >= depth - 1]
 
 
 def _check_weight(weight: float) -> None:

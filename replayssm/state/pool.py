@@ -15,6 +15,7 @@ from torch import Tensor
 from replayssm import ops
 from replayssm.ops.checks import check_count
 from replayssm.state.layout import LayerBytes, LayerSpec, LayerState, StateDtypes, layer_bytes
+from replayssm.state.transfer import to_device
 
 KEPT_INDICES = 16  # lists of slots whose tensors are kept: a prefill asks for some in each layer
 
@@ -181,8 +182,7 @@ class ReplayPool:
         self._checked(src)
         (dst,) = self._take(1)
         self._fold_into(src, dst)
-        self._use[dst] = _Use.SNAPSHOT
-        self._forks[dst] = set()
+        self.seal(dst)
         return dst
 
     def seal(self, slot: int) -> None:
@@ -391,10 +391,7 @@ class ReplayPool:
         if key not in self._indexed:
             if len(self._indexed) == KEPT_INDICES:
                 del self._indexed[next(iter(self._indexed))]
-            held = torch.tensor(slots, dtype=torch.long)
-            if self.device.type == "cuda":
-                held = held.pin_memory()  # from memory of another kind the host would wait for all that runs
-            self._indexed[key] = held.to(self.device, non_blocking=True)
+            self._indexed[key] = to_device(slots, torch.int64, self.device)
         return self._indexed[key]
 
     def _take(self, count: int) -> list[int]:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
+from replayssm.options import STATE_DTYPES
+
 FORMAT = "replayssm tuned settings 1"
 KINDS = ("gdn", "kda", "mamba2")
-STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 T = TypeVar("T")
 

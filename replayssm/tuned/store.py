@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from replayssm.folders import cache_folder
+from replayssm.folders import cache_folder, write_whole
 from replayssm.tuned.settings import Shape, Tuned, TunedFileError, TunedLayer, parse, unparse
 
 
@@ -92,14 +91,5 @@ def save(tuned: Tuned, path: Path) -> None:
         before = None
     new = {layer.shape for layer in tuned.layers}
     kept = () if before is None else tuple(layer for layer in before.layers if layer.shape not in new)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=".tuning-", suffix=".json", delete=False
-    ) as file:
-        file.write(unparse(replace(tuned, layers=(*kept, *tuned.layers))))
-    Path(file.name).chmod(0o644)
-    try:
-        Path(file.name).replace(path)
-    finally:
-        Path(file.name).unlink(missing_ok=True)
+    write_whole(path, unparse(replace(tuned, layers=(*kept, *tuned.layers))))
     forget()

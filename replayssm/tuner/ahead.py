@@ -8,13 +8,9 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Any
 
-import torch
-
-from replayssm.backends.cuda import blocks, build, decode
+from replayssm.backends.cuda import blocks, build, decode, launch
 from replayssm.backends.cuda.blocks import Block
 from replayssm.tuner.search import Call
-
-_NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class Compilers:
@@ -25,7 +21,7 @@ class Compilers:
         workers: default as many as this process may use cores.
     """
 
-    def __init__(self, about: decode.Properties, workers: int | None = None) -> None:
+    def __init__(self, about: launch.Properties, workers: int | None = None) -> None:
         self.about = about
         workers = workers or len(os.sched_getaffinity(0))
         self._pool = ProcessPoolExecutor(workers, get_context("spawn"))
@@ -42,27 +38,19 @@ class Compilers:
         self._pool.shutdown(cancel_futures=True)
 
 
-def macros_of(call: Call, block: Block | None, about: decode.Properties) -> dict[str, str]:
+def macros_of(call: Call, block: Block | None, about: launch.Properties) -> dict[str, str]:
     """What a kernel's source leaves open, for the tensors of :class:`replayssm.bench.workload.Workload`."""
-    shape, activations = block_shape(call), call.activation_dtype
+    shape, activations = call.shape, call.activation_dtype
     block = block or usual_block(call, about)
     assert block is not None, "a layer with kernels has a cut"
-    names: dict[str, Any] = dict.fromkeys("XA", _NAMES[activations])
-    names |= {"C": _NAMES[call.state_dtype], "U": _NAMES[call.ring_dtype], "RATE": "float", "BIAS": "float"}
-    names |= {"B": _NAMES[activations] if shape.delta else "none", "D": "none" if shape.delta else "float", "Z": "none"}
+    x, state, updates = (launch.TYPES[dtype] for dtype in (activations, call.state_dtype, call.ring_dtype))
+    names: dict[str, Any] = {"C": state, "X": x, "U": updates, "A": x, "RATE": "float", "BIAS": "float"}
+    names |= {"B": x if shape.delta else "none", "D": "none" if shape.delta else "float", "Z": "none"}
     flags = decode._ZERO_PADDING | (decode._L2_NORM if shape.delta else decode._SOFTPLUS)
     return decode.macros(shape, block, names | {"FLAGS": flags, "FORCE_BYTES": 0})
 
 
-def block_shape(call: Call) -> blocks.Shape:
-    """The layer as the cuts see it."""
-    spec = call.spec
-    rules = (spec.gate == "channel", spec.rule == "delta")
-    dims = (spec.head_v_dim, spec.head_k_dim, spec.num_v_heads // spec.num_k_heads, spec.num_v_heads)
-    return blocks.Shape(*rules, *dims, call.ring_len, call.state_dtype, call.ring_dtype)
-
-
-def usual_block(call: Call, about: decode.Properties) -> Block | None:
+def usual_block(call: Call, about: launch.Properties) -> Block | None:
     """The cut that is chosen where none was measured."""
     rows = call.batch * call.spec.num_v_heads * call.spec.head_v_dim
-    return blocks.choose(block_shape(call), call.activation_dtype, rows, about.multiprocessors, about.shared_bytes)
+    return blocks.choose(call.shape, call.activation_dtype, rows, about.multiprocessors, about.shared_bytes)

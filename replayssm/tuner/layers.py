@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from replayssm import bundled
+from replayssm.backends.cuda import blocks
 from replayssm.errors import InputError, one_line
 from replayssm.loading import quiet_libraries
 from replayssm.loading.architectures import check_architecture
@@ -13,6 +16,15 @@ from replayssm.loading.folder import find_model, read_config, read_json_object
 from replayssm.state import LayerSpec
 
 Layers = dict[str, list[LayerSpec]]
+
+
+def block_shape(
+    spec: LayerSpec, state_dtype: torch.dtype, ring_len: int = 1, ring_dtype: torch.dtype = torch.float32
+) -> blocks.Shape:
+    """A layer as the cuts see it."""
+    rules = (spec.gate == "channel", spec.rule == "delta")
+    dims = (spec.head_v_dim, spec.head_k_dim, spec.num_v_heads // spec.num_k_heads, spec.num_v_heads)
+    return blocks.Shape(*rules, *dims, ring_len, state_dtype, ring_dtype)
 
 
 def config_file(model: str) -> Path:
@@ -38,7 +50,6 @@ def layers_of(model: str) -> Layers:
     """
     path = config_file(model)
     with quiet_libraries():
-        import torch
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
         from replayssm.models.support import find_adapters
@@ -60,18 +71,13 @@ def layers_of(model: str) -> Layers:
 
 def with_kernels(layers: Layers) -> tuple[Layers, list[str]]:
     """The layers that the cuda backend has kernels for, and a line about each of the others."""
-    import torch
-
-    from replayssm.backends.cuda import blocks
     from replayssm.bench.workload import shape_name
 
     found: Layers = {}
     notes = []
     for kind, specs in layers.items():
         for spec in specs:
-            group = spec.num_v_heads // spec.num_k_heads
-            dims = (spec.head_v_dim, spec.head_k_dim, group, spec.num_v_heads)
-            missing = blocks.Shape(kind == "kda", kind != "mamba2", *dims, 1, torch.float32).unsupported()
+            missing = block_shape(spec, torch.float32).unsupported()
             if missing is None:
                 found.setdefault(kind, []).append(spec)
             else:

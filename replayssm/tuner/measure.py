@@ -13,15 +13,15 @@ from replayssm.backends.cuda import blocks, cuts, decode
 from replayssm.backends.cuda.blocks import Block
 from replayssm.bench.check import LARGEST_ERROR, first_step_errors
 from replayssm.bench.contenders import Ours, Prepared
-from replayssm.bench.timing import Walk, make_room, recorded, time_in_turns
+from replayssm.bench.decode import LEAST_CALLS
+from replayssm.bench.measure import WORKING_SET
+from replayssm.bench.timing import Walk, make_room, recorded, time_in_turns, unused_bytes
 from replayssm.bench.workload import Workload, num_calls
 from replayssm.ops import known
 from replayssm.state import StateDtypes, layer_bytes
-from replayssm.tuner.ahead import Compilers, block_shape, usual_block
+from replayssm.tuner.ahead import Compilers, usual_block
 from replayssm.tuner.search import Call
 
-WORKING_SET = 400e6  # bytes of checkpoints in a walk: well over a GPU's cache
-LEAST_CALLS = 4  # of a walk, so that the launch of a graph is a small part of it
 SHARE = 0.5  # of the GPU's memory that one walk may take, at most
 
 
@@ -42,7 +42,7 @@ class GpuTimer:
     def cuts(self, call: Call) -> list[Block]:
         about = self.compilers.about
         usual = usual_block(call, about)
-        found = blocks.candidates(block_shape(call), call.activation_dtype, about.shared_bytes)
+        found = blocks.candidates(call.shape, call.activation_dtype, about.shared_bytes)
         return [block for block in found if block != usual]
 
     def expect(self, asked: Iterable[tuple[Call, Sequence[Block | None]]]) -> None:
@@ -64,16 +64,11 @@ class GpuTimer:
 
     def _walk(self, workload: Workload, prepared: Prepared, block: Block | None) -> Walk | None:
         """None for a cut that fails or is wrong."""
-
-        def once() -> None:
-            for step in prepared.steps:
-                step()
-
         with cut_as(block):
             try:
                 errors = first_step_errors(workload, prepared)
                 is_right = max(errors) <= LARGEST_ERROR and all(plan.launch for plan in decode._plans.values())
-                return recorded(once, self.device) if is_right else None
+                return recorded(prepared.walk, self.device) if is_right else None
             except RuntimeError:  # the GPU refuses it
                 return None
 
@@ -83,7 +78,7 @@ class GpuTimer:
         size = layer_bytes(call.spec, dtypes, call.ring_len)
         state = size.checkpoint * call.batch
         room = SHARE * free_bytes(self.device) / (size.total * call.batch)
-        wanted = min(max(WORKING_SET, LEAST_CALLS * state), room * state)
+        wanted = min(max(WORKING_SET[self.device.type], LEAST_CALLS * state), room * state)
         calls = num_calls(call.batch, (call.ring_len,), state, wanted)
         dtype = call.activation_dtype
         return Workload(call.kind, call.spec, call.batch, call.state_dtype, call.ring_len, dtype, self.device, calls)
@@ -91,8 +86,7 @@ class GpuTimer:
 
 def free_bytes(device: torch.device) -> int:
     """What new tensors can have: memory that is free, or that PyTorch keeps unused."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused_bytes(device)
 
 
 @contextmanager

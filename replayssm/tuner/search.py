@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from statistics import geometric_mean
 from typing import Protocol
 
 import torch
 
+from replayssm.backends.cuda import blocks
 from replayssm.backends.cuda.blocks import Block
+from replayssm.backends.cuda.cuts import tuned_shape
+from replayssm.ops.checks import dtype_name
 from replayssm.state import LayerSpec, StateDtypes
-from replayssm.tuned import Cut, Ring, Shape, TunedLayer
+from replayssm.tuned import Cut, Ring, TunedLayer
+from replayssm.tuner.layers import block_shape
 
 #: How much faster than what is chosen anyway something must be, to be chosen: timing has some noise.
 WORTH = 0.02
 DEFAULT_RING_LEN = 16
-RING_LENS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,10 @@ class Call:
     activation_dtype: torch.dtype
     ring_len: int
     ring_dtype: torch.dtype
+
+    @property
+    def shape(self) -> blocks.Shape:
+        return block_shape(self.spec, self.state_dtype, self.ring_len, self.ring_dtype)
 
 
 class Timer(Protocol):
@@ -58,21 +66,18 @@ class Options:
         state_dtypes: of the checkpoint.
         activation_dtype: of the model.
         ring_lens: flush periods to choose from.
-        cut_batches: batches whose cuts are measured; default all.
     """
 
     layers: dict[str, list[LayerSpec]]
     batches: tuple[int, ...]
     state_dtypes: tuple[torch.dtype, ...]
     activation_dtype: torch.dtype
-    ring_lens: tuple[int, ...] = RING_LENS
-    cut_batches: tuple[int, ...] = field(default=())
+    ring_lens: tuple[int, ...]
 
     @property
     def num_steps(self) -> int:
         """Measurements: of rings, of the other ring dtype and of cuts, for each layer and batch."""
-        rings = len(self.ring_lens) + (self.activation_dtype is not torch.float32)
-        one = len(self.batches) * rings + len(self.cut_batches or self.batches)
+        one = len(self.batches) * (len(self.ring_lens) + (self.activation_dtype is not torch.float32) + 1)
         return one * sum(map(len, self.layers.values())) * len(self.state_dtypes)
 
 
@@ -110,12 +115,6 @@ class _Search:
     state_dtype: torch.dtype
 
     @property
-    def shape(self) -> Shape:
-        spec = self.spec
-        dims = (spec.num_k_heads, spec.num_v_heads, spec.head_k_dim, spec.head_v_dim)
-        return Shape(self.kind, *dims, _name(self.state_dtype), _name(self.options.activation_dtype))
-
-    @property
     def ring_dtype(self) -> torch.dtype:
         """Of updates, as accuracy has it."""
         return StateDtypes.choose(self.state_dtype, self.options.activation_dtype, "auto").ring_u
@@ -136,17 +135,18 @@ class _Search:
         """What is measured once the flush period is chosen."""
         for call in self.calls(ring_len, self.other_dtype):
             yield call, [None]
-        for call in self.calls(ring_len, self.ring_dtype, self.options.cut_batches):
+        for call in self.calls(ring_len, self.ring_dtype):
             yield call, [None, *self.timer.cuts(call)]
 
     def layer(self, times: RingTimes, ring_len: int) -> TunedLayer:
-        us = {f"{length} {_name(self.ring_dtype)}": row for length, row in times.items()}
+        us = {f"{length} {dtype_name(self.ring_dtype)}": row for length, row in times.items()}
         if self.other_dtype is not self.ring_dtype:
-            us[f"{ring_len} {_name(self.other_dtype)}"] = self.times(ring_len, self.other_dtype)
+            us[f"{ring_len} {dtype_name(self.other_dtype)}"] = self.times(ring_len, self.other_dtype)
         complete = {name: [us for us in row if us is not None] for name, row in us.items() if None not in row}
-        ring = Ring(ring_len, _name(self.ring_dtype), list(self.options.batches), complete)
-        cuts = map(self.cut, self.calls(ring_len, self.ring_dtype, self.options.cut_batches))
-        return TunedLayer(self.shape, ring, tuple(cut for cut in cuts if cut is not None))
+        ring = Ring(ring_len, dtype_name(self.ring_dtype), list(self.options.batches), complete)
+        cuts = map(self.cut, self.calls(ring_len, self.ring_dtype))
+        shape = tuned_shape(block_shape(self.spec, self.state_dtype), self.options.activation_dtype)
+        return TunedLayer(shape, ring, tuple(cut for cut in cuts if cut is not None))
 
     def cut(self, call: Call) -> Cut | None:
         cuts: list[Block | None] = [None, *self.timer.cuts(call)]
@@ -162,11 +162,11 @@ class _Search:
     def times(self, ring_len: int, ring_dtype: torch.dtype) -> list[float | None]:
         return [self.measure(call, [None])[0] for call in self.calls(ring_len, ring_dtype)]
 
-    def calls(self, ring_len: int, ring_dtype: torch.dtype, batches: tuple[int, ...] = ()) -> list[Call]:
+    def calls(self, ring_len: int, ring_dtype: torch.dtype) -> list[Call]:
         activations = self.options.activation_dtype
         return [
             Call(self.kind, self.spec, batch, self.state_dtype, activations, ring_len, ring_dtype)
-            for batch in batches or self.options.batches
+            for batch in self.options.batches
         ]
 
     def measure(self, call: Call, cuts: list[Block | None]) -> list[float | None]:
@@ -184,15 +184,9 @@ def fastest_ring(times: RingTimes) -> int:
     if not whole:
         return DEFAULT_RING_LEN
     least = [min(column) for column in zip(*whole.values(), strict=True)]
-    cost = {length: _mean_ratio(row, least) for length, row in whole.items()}
+    cost = {
+        length: geometric_mean(us / best for us, best in zip(row, least, strict=True)) for length, row in whole.items()
+    }
     best = min(cost, key=lambda length: cost[length])
     usual = cost.get(DEFAULT_RING_LEN, math.inf)
     return DEFAULT_RING_LEN if usual <= cost[best] * (1 + WORTH) else best
-
-
-def _mean_ratio(row: Sequence[float], least: Sequence[float]) -> float:
-    return math.exp(sum(math.log(us / best) for us, best in zip(row, least, strict=True)) / len(row))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

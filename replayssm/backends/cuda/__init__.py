@@ -10,15 +10,13 @@ import torch
 
 from replayssm.backends.cuda.build import missing_package
 from replayssm.backends.cuda.decode import bind_decode, decode_step
-from replayssm.backends.cuda.verify import gdn_verify, kda_verify, mamba2_verify
+from replayssm.backends.cuda.verify import verify_step
 
 __all__ = [
     "bind_decode",
     "decode_step",
-    "gdn_verify",
-    "kda_verify",
-    "mamba2_verify",
     "unavailable_reason",
+    "verify_step",
 ]
 
 OLDEST_CAPABILITY = (9, 0)

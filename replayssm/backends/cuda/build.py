@@ -18,8 +18,9 @@ from pathlib import Path
 from replayssm.backends.cpu.build import BuildError
 from replayssm.folders import cache_folder
 
-SOURCES = ("device.cuh", "rules.cuh", "config.cuh", "gates.cuh", "items.cuh", "products.cuh", "flush.cuh", "decode.cu")
-VERIFY = ("device.cuh", "rules.cuh", "window.cuh", "window_gates.cuh", "window_products.cuh", "fold.cuh", "verify.cu")
+COMMON = ("device.cuh", "rules.cuh", "layer.cuh")
+SOURCES = (*COMMON, "config.cuh", "gates.cuh", "items.cuh", "products.cuh", "flush.cuh", "decode.cu")
+VERIFY = (*COMMON, "window.cuh", "window_gates.cuh", "window_products.cuh", "fold.cuh", "verify.cu")
 STANDARD = "c++17"
 
 _refused: dict[str, str] = {}  # what could not be compiled in this process, and why: it isn't tried again

@@ -17,48 +17,24 @@ struct Params {
 // Everything that is the same in each step of a layer is a constant here: a block runs so few instructions for each
 // byte that working it out costs as much as the arithmetic. (On an H200, a step of 256 rows of Gated DeltaNet took 133 µs
 // with options, group and ring length read at run time and more warps for a tile; 90 µs without.)
-struct Case {
-    static constexpr bool CHANNEL = CASE_CHANNEL;  // gate: one decay per key channel
-    static constexpr bool DELTA = CASE_DELTA;      // rule
-    using C = CASE_C;                              // types: checkpoint,
-    using X = CASE_X;                              // activations,
-    using U = CASE_U;                              // the ring's updates, its keys being X;
-    using A = CASE_A;  // the gate's inputs and the parameters; none for those that aren't there
-    using B = CASE_B;
-    using RATE = CASE_RATE;
-    using BIAS = CASE_BIAS;
-    using D = CASE_D;
-    using Z = CASE_Z;
+struct Case : Layer {
     static constexpr bool L2_NORM = CASE_FLAGS & 1, SOFTPLUS = CASE_FLAGS & 2, BOUNDED = CASE_FLAGS & 4;
     static constexpr bool ROW_CURSORS = CASE_FLAGS & 8;     // write_pos is [B], and each slot reads its own checkpoint
     static constexpr bool NORMAL_KEYS = CASE_FLAGS & 16;    // a record is (u, k, g) with the normalised key
     static constexpr bool INPUT_RECORDS = CASE_FLAGS & 32;  // a record is (x, B, Δ)
     static constexpr bool ZERO_PADDING = CASE_FLAGS & 64;
     static constexpr int FORCE_BYTES = CASE_FORCE_BYTES;  // of a flag in force_flush, 0 without
-    static constexpr int V_HEADS = CASE_V_HEADS, GROUP = CASE_GROUP, D_V = CASE_D_V, D_K = CASE_D_K;
-    static constexpr int RING = CASE_RING;  // rows
-    static constexpr int ROWS = CASE_ROWS;  // of a block's tile
-    static constexpr int WARPS = CASE_WARPS, THREADS = 32 * WARPS;
     static constexpr bool STAYS = CASE_STAYS;  // take tile after tile
-    static constexpr bool EAGER = CASE_EAGER;  // fetch ring rows before the cursor says which are needed
 
-    static constexpr u32 TILES = V_HEADS * D_V / ROWS;         // of a slot
-    static constexpr int RPW = ROWS / WARPS;                   // rows of a warp
     static constexpr int OWN = RPW > 32 ? RPW / 32 : 1;        // rows of a thread, one after the other
-    static constexpr int HEADS = ROWS > D_V ? ROWS / D_V : 1;  // of a tile
     static constexpr int WIDTH = ROWS < D_V ? ROWS : D_V;      // of a tile's rows, those in one head
     static constexpr int COLUMNS = 16;                         // of a lane, in sums over rows
     static constexpr int LANES = D_K / COLUMNS;                // that share a row
     static constexpr int PASS = 32 / LANES;                    // rows that a warp reads at once
-    static constexpr int VECTOR = 16 / static_cast<int>(sizeof(C));  // consecutive columns of a lane
     static constexpr int PIECES = COLUMNS / VECTOR;
-    static constexpr int UNITS = 16;  // records that are taken at once
-    static constexpr int UNIT_ROWS = (RING + UNITS - 1) / UNITS * UNITS;
     // Products on the matrix units: of a 16-bit checkpoint with q and k; of 16-bit keys with q and k.
     static constexpr bool MATRIX = sizeof(C) == 2;
     static constexpr bool MATRIX_SCORES = !CHANNEL && sizeof(X) == 2;
-    static constexpr int MATRICES = (RPW + 15) / 16;  // left operands that a warp's rows make
-    static constexpr bool HALF = RPW == 8;            // the lower eight rows of the only one are none
     // Whether q and k are numbers of the checkpoint's type, or have to be sums of three such.
     static constexpr bool EXACT = !CHANNEL && same<C, X>::value;
     static constexpr bool SPLIT = MATRIX && !EXACT;
@@ -68,11 +44,9 @@ struct Case {
     static constexpr int KEY_TERMS = !CHANNEL && same<X, bf16>::value ? 1 : UPDATE_TERMS;
 
     static_assert(WARPS > 1, "one warp has the decays to work out, another the products");
-    static_assert(ROWS % WARPS == 0 && RPW % PASS == 0, "rows don't divide into passes of warps");
+    static_assert(RPW % PASS == 0, "rows don't divide into passes of warps");
     static_assert(RPW <= 32 || RPW == 64 || RPW == 128, "rows don't divide into those of threads");
     static_assert(RPW % 16 == 0 || RPW == 8, "a matrix product takes 16 rows, or 8 and nothing");
-    static_assert(D_V % ROWS == 0 || ROWS % D_V == 0, "a tile is a part of a head, or whole heads");
-    static_assert(GROUP % HEADS == 0 && V_HEADS % HEADS == 0, "a tile has one key head");
     static_assert(HEADS == 1 || (!CHANNEL && D_V % 16 == 0), "a pass lies in one head");
 };
 
@@ -115,39 +89,3 @@ struct Row {
     int row, slot, cursor;
     bool flush;
 };
-
-// A number in its own type, and as a float: 0 where there is none.
-template <class T> DEVICE T fetched(const void* from, i64 at) {
-    if constexpr (same<T, none>::value)
-        return none{};
-    else
-        return static_cast<const T*>(from)[at];
-}
-
-template <class T> DEVICE float number(T x) {
-    if constexpr (same<T, none>::value)
-        return 0.0f;
-    else
-        return to_float(x);
-}
-
-// Where a slot's own tensors lie.
-template <class F> DEVICE typename F::C* checkpoint_of(const Params& p, int slot, int first_row) {
-    return static_cast<typename F::C*>(p.checkpoint) + static_cast<i64>(slot) * p.checkpoint_stride + first_row * F::D_K;
-}
-
-template <class F> DEVICE typename F::X* ring_k_of(const Params& p, int slot, int key_head) {
-    return static_cast<typename F::X*>(p.ring_k) + static_cast<i64>(slot) * p.ring_k_stride +
-           key_head * (F::RING * F::D_K);
-}
-
-// Of row `row` of the slot's states, which are numbered through over the heads.
-template <class F> DEVICE typename F::U* ring_u_of(const Params& p, int slot, int row) {
-    return static_cast<typename F::U*>(p.ring_u) + static_cast<i64>(slot) * p.ring_u_stride +
-           (row / F::D_V * (F::RING * F::D_V) + row % F::D_V);
-}
-
-template <class F> DEVICE float* ring_g_of(const Params& p, int slot, int head) {
-    constexpr int GATES = F::CHANNEL ? F::D_K : 1;
-    return p.ring_g + static_cast<i64>(slot) * p.ring_g_stride + head * (F::RING * GATES);
-}

@@ -56,10 +56,8 @@ DEVICE void finish_rows(const Params& p, Memory<F>& m, const Row& at, int row, i
             if (!same<typename F::Z, none>::value) y *= number(in.z[r]) * sigmoid(number(in.z[r]));
             kept = F::INPUT_RECORDS ? v : update;
         }
-        // u holds the factor that normalises k: infinity would stay for good
-        if (same<typename F::U, f16>::value) kept = fminf(fmaxf(kept, -65504.0f), 65504.0f);
         out.x[r] = convert<typename F::X>::from(y);
-        record.x[r] = convert<typename F::U>::from(kept);
+        record.x[r] = convert<typename F::U>::from(bounded_update<typename F::U>(kept));
         m.sums[in_tile + r].q = update;
     }
     auto* y = static_cast<typename F::X*>(p.y) + static_cast<i64>(at.row) * (F::V_HEADS * F::D_V) + row;
@@ -198,16 +196,4 @@ template <class F> DEVICE void decode(const Params& p, Memory<F>& m) {
     }
 }
 
-#ifndef REPLAYSSM_EMULATED
-// The bound is Hopper's: there it decides how many blocks share a multiprocessor.
-#if __CUDA_ARCH__ == 900
-#define BOUND __maxnreg__(CASE_REGISTERS)
-#else
-#define BOUND __launch_bounds__(Case::THREADS, 1)
-#endif
-
-extern "C" __global__ void BOUND replayssm_decode(const __grid_constant__ Params p) {
-    SHARED_MEMORY(shared);
-    decode<Case>(p, *reinterpret_cast<Memory<Case>*>(shared));
-}
-#endif
+KERNEL(replayssm_decode, Params, Memory<Case>, decode<Case>)

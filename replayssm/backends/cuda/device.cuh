@@ -166,7 +166,18 @@ DEVICE int count_arrival(int* counter) {
     return atomicAdd(counter, 1);
 }
 
-#define SHARED_MEMORY(name) extern __shared__ __align__(128) unsigned char name[]
+// A kernel, each block of which does run(params, memory). The bound is Hopper's: there it decides how many blocks share a
+// multiprocessor.
+#if __CUDA_ARCH__ == 900
+#define BOUND __maxnreg__(CASE_REGISTERS)
+#else
+#define BOUND __launch_bounds__(32 * CASE_WARPS, 1)
+#endif
+#define KERNEL(name, Params, Memory, run)                                   \
+    extern "C" __global__ void BOUND name(const __grid_constant__ Params p) { \
+        extern __shared__ __align__(128) unsigned char shared[];            \
+        run(p, *reinterpret_cast<Memory*>(shared));                         \
+    }
 
 #endif
 
@@ -198,6 +209,16 @@ template <> DEVICE float second_of<bf16>(u32 word) { return as_float(word & 0xff
 
 template <class T> DEVICE u32 two_of(float first, float second) {
     return convert<T>::from(first).bits | static_cast<u32>(convert<T>::from(second).bits) << 16;
+}
+
+// Two numbers as sums of TERMS each, in pairs, in bfloat16.
+template <int TERMS> DEVICE void split(float x, float y, u32 (&pairs)[TERMS]) {
+#pragma unroll
+    for (int t = 0; t < TERMS; ++t) {
+        pairs[t] = two_of<bf16>(x, y);
+        x -= first_of<bf16>(pairs[t]);
+        y -= second_of<bf16>(pairs[t]);
+    }
 }
 
 struct alignas(16) words4 {
@@ -264,6 +285,52 @@ template <class T, int N> struct packed {
     }
 };
 
+// 16 bytes of each half of a granule, in the order of the halves. In shared memory, two rows that are read at once would
+// lie in the same banks, so odd rows are read the other way round.
+template <class T> struct Granule {
+    static constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
+    packed<T, VECTOR> half[2];
+
+    DEVICE void load(const T* row, bool odd) {
+        packed<T, VECTOR> first, second;
+        first.load(row + (odd ? 4 * VECTOR : 0));
+        second.load(row + (odd ? 0 : 4 * VECTOR));
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            half[0].word[w] = odd ? second.word[w] : first.word[w];
+            half[1].word[w] = odd ? first.word[w] : second.word[w];
+        }
+    }
+    DEVICE void clear() {
+        half[0].clear();
+        half[1].clear();
+    }
+};
+
+// c += a b, as matrix_product does, for 32 columns of a and rows of b. A lane has eight consecutive ones of rows lane / 4
+// and lane / 4 + 8 of a, and of column lane / 4 of b: a sum may run over them in any order, if both operands agree.
+template <class T>
+DEVICE void multiply_eights(float (&c)[4], const packed<T, 8>& upper, const packed<T, 8>& lower, const packed<T, 8>& b) {
+#pragma unroll
+    for (int w = 0; w < 4; w += 2)
+        matrix_product<T>(c, upper.word[w], lower.word[w], upper.word[w + 1], lower.word[w + 1], b.word[w], b.word[w + 1]);
+}
+
+// A float32 as the sum of two tf32 numbers, rounded to nearest: what is left out is 2^-23 of it at most.
+struct TwoTerms {
+    u32 high, low;
+};
+
+DEVICE TwoTerms two_terms(float x) {
+    const u32 high = (as_bits(x) + 0x1000) & 0xffffe000;
+    return TwoTerms{high, as_bits(x - as_float(high))};
+}
+
+// The same in one instruction less, cut in place of rounded: up to 2^-21 are left out, 2^-23 on average.
+DEVICE TwoTerms cut_terms(float x) {
+    return TwoTerms{as_bits(x), as_bits(x - as_float(as_bits(x) & 0xffffe000))};
+}
+
 // N consecutive numbers that one access moves.
 template <class T, int N> struct alignas(sizeof(T) * N) Few {
     T x[N];
@@ -279,6 +346,21 @@ DEVICE float max_over_warp(float x) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, from_lane_xor(x, distance));
     return x;
+}
+
+// Sums of one number of each lane over those from a lane on, and over those behind it.
+struct Suffix {
+    float from, behind;
+};
+
+DEVICE Suffix suffix_sums(float x, int lane) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const float other = from_lane_after(x, distance);
+        if (lane + distance < 32) x += other;
+    }
+    const float behind = from_lane_after(x, 1);
+    return Suffix{x, lane == 31 ? 0.0f : behind};
 }
 
 // Sums of N numbers over groups of LANES lanes. A lane gets the sum of number `lane % LANES / (LANES / N)`: in each

@@ -19,7 +19,7 @@ _INVALID_CONTEXT = 201
 LARGEST_ARGUMENTS = 1024
 _MOST_CONFIGS = 4096  # grids and streams of a kernel that are kept
 
-Launch = Callable[[int, int, int, "Arguments"], None]
+Launch = Callable[[int, int, "Arguments"], None]
 
 
 class _Config(ctypes.Structure):
@@ -45,7 +45,7 @@ class Arguments(threading.local):
 
 
 def load(code: bytes, name: str, device: int, threads: int, shared_bytes: int) -> Launch:
-    """Load one kernel for a device; gives ``launch(tiles, rows, stream, arguments)``.
+    """Load one kernel for a device; gives ``launch(blocks, stream, arguments)``.
 
     Raises:
         BuildError: the driver refuses the machine code, or the device lacks the shared memory.
@@ -57,16 +57,16 @@ def load(code: bytes, name: str, device: int, threads: int, shared_bytes: int) -
     _check(driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode()), "cuLibraryGetKernel")
     wanted = (_MAX_DYNAMIC_SHARED_BYTES, shared_bytes, kernel, _device(device))
     _check(driver.cuKernelSetAttribute(*wanted), f"{shared_bytes} bytes of shared memory")
-    start, configs = driver.cuLaunchKernelEx, dict[tuple[int, int, int], Any]()
+    start, configs = driver.cuLaunchKernelEx, dict[tuple[int, int], Any]()
 
-    def launch(tiles: int, rows: int, stream: int, arguments: Arguments) -> None:
+    def launch(blocks: int, stream: int, arguments: Arguments) -> None:
         # What goes to the driver each time is ready-made, which makes a call four times as fast.
-        config = configs.get((tiles, rows, stream))
+        config = configs.get((blocks, stream))
         if config is None:
             if len(configs) >= _MOST_CONFIGS:
                 configs.clear()
-            made = _Config((tiles, rows, 1), (threads, 1, 1), shared_bytes, stream)
-            config = configs[tiles, rows, stream] = ctypes.byref(made)
+            made = _Config((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream)
+            config = configs[blocks, stream] = ctypes.byref(made)
         failure = start(config, kernel, arguments.pointers, None)
         if failure == _INVALID_CONTEXT:  # a thread that has made no call of its own to this device
             _check(driver.cuCtxSetCurrent(_context(device)), "cuCtxSetCurrent")

@@ -5,16 +5,6 @@
 // products are summed apart from the state, so that what the units round is small beside it. (By multiply-adds a block
 // took 10 µs, which at small batches the whole step waited for.)
 
-// Two numbers as sums of TERMS each, in pairs.
-template <int TERMS> DEVICE void split(float x, float y, u32 (&pairs)[TERMS]) {
-#pragma unroll
-    for (int t = 0; t < TERMS; ++t) {
-        pairs[t] = two_of<bf16>(x, y);
-        x -= first_of<bf16>(pairs[t]);
-        y -= second_of<bf16>(pairs[t]);
-    }
-}
-
 // Left operand, of 16 rows and 16 records: the decayed updates.
 template <class F> struct FoldedUpdates {
     u32 word[4][F::UPDATE_TERMS];

@@ -18,12 +18,12 @@ DEVICE void decay_updates(const WindowMemory<F>& m, const WindowRow& at, const R
 template <class F> struct FoldKey {
     float x[F::VECTOR / 2];
 
-    DEVICE void load(const WindowMemory<F>& m, const typename F::K* ring_k, int j, int column, bool odd, bool committed) {
+    DEVICE void load(const WindowMemory<F>& m, const typename F::X* ring_k, int j, int column, bool odd, bool committed) {
         float all[F::VECTOR];
         if constexpr (F::CHANNEL) {
             load_floats<F::VECTOR>(m.keys[committed ? j : 0] + column, all);
         } else {
-            packed<typename F::K, F::VECTOR> piece;
+            packed<typename F::X, F::VECTOR> piece;
             piece.load(ring_k + (committed ? j : 0) * F::D_K + column);
             piece.unpack(all);
         }
@@ -40,8 +40,8 @@ DEVICE void fold_rows(const WindowParams& p, const WindowMemory<F>& m, const Win
     using C = typename F::C;
     constexpr int VECTOR = F::VECTOR, HALVES = F::HALF ? 1 : 2;
     const bool odd = lane / 4 & 1;
-    const typename F::K* ring_k = window_ring_k<F>(p, at.slot, place.key_head);
-    C* own = window_checkpoint<F>(p, at.slot, place.first_row);
+    const typename F::X* ring_k = ring_k_of<F>(p, at.slot, place.key_head);
+    C* own = checkpoint_of<F>(p, at.slot, place.first_row);
     const int local = WindowPlace<F>::head_of(in_block), row = in_block + n * 16 + lane / 4;
     TwoTerms terms[2][4];
     decay_updates<F>(m, at, updates, n, local, 0, lane, terms);
@@ -96,27 +96,24 @@ template <class F>
 DEVICE void fold_bf16(const WindowParams& p, const WindowMemory<F>& m, const WindowRow& at, const WindowPlace<F>& place,
                       RecordUpdates<F>& updates, int in_block, int lane) {
     constexpr int HALVES = F::HALF ? 1 : 2;
-    const bf16* ring_k = window_ring_k<F>(p, at.slot, place.key_head);
-    bf16* own = window_checkpoint<F>(p, at.slot, place.first_row);
+    const bf16* ring_k = ring_k_of<F>(p, at.slot, place.key_head);
+    bf16* own = checkpoint_of<F>(p, at.slot, place.first_row);
     const u32 selector = lane / 4 & 1 ? 0x7632 : 0x5410;  // the lane's of two neighbouring columns
-    u32 high[F::MATRICES][4], low[F::MATRICES][4];
-    const auto split = [&](int first) {
+    u32 terms[F::MATRICES][4][2];
+    const auto decay = [&](int first) {
 #pragma unroll
         for (int n = 0; n < F::MATRICES; ++n)
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 const float* after = m.after[WindowPlace<F>::head_of(in_block)] + first + w / 2 * 8 + lane % 4 * 2;
-                float u[2], rest[2];
+                float u[2];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
+                for (int e = 0; e < 2; ++e)
                     u[e] = updates.of(n, w / 2, e * 2 + w % 2, first, at.cursor, lane) * after[e];
-                    rest[e] = u[e] - to_float(convert<bf16>::from(u[e]));
-                }
-                high[n][w] = two_of<bf16>(u[0], u[1]);
-                low[n][w] = two_of<bf16>(rest[0], rest[1]);
+                split(u[0], u[1], terms[n][w]);
             }
     };
-    split(0);
+    decay(0);
 #pragma unroll 1
     for (int group = 0; group < F::D_K; group += 32) {
         float sums[F::MATRICES][4][4] = {};
@@ -124,7 +121,7 @@ DEVICE void fold_bf16(const WindowParams& p, const WindowMemory<F>& m, const Win
         for (int first = 0; first < at.cursor; first += F::UNITS) {
             if (at.cursor > F::UNITS) {
                 updates.fetch(p, at.slot, place.first_row + in_block, first, at.cursor, lane);
-                split(first);
+                decay(first);
             }
             packed<bf16, 8> keys[4];
 #pragma unroll
@@ -140,10 +137,10 @@ DEVICE void fold_bf16(const WindowParams& p, const WindowMemory<F>& m, const Win
                 const u32 b0 = pick_bytes(keys[0].word[e], keys[1].word[e], selector);
                 const u32 b1 = pick_bytes(keys[2].word[e], keys[3].word[e], selector);
 #pragma unroll
-                for (int n = 0; n < F::MATRICES; ++n) {
-                    matrix_product<bf16>(sums[n][e], low[n][0], low[n][1], low[n][2], low[n][3], b0, b1);
-                    matrix_product<bf16>(sums[n][e], high[n][0], high[n][1], high[n][2], high[n][3], b0, b1);
-                }
+                for (int n = 0; n < F::MATRICES; ++n)
+#pragma unroll
+                    for (int t = 1; t >= 0; --t)  // the small ones first
+                        matrix_product<bf16>(sums[n][e], terms[n][0][t], terms[n][1][t], terms[n][2][t], terms[n][3][t], b0, b1);
             }
         }
         const int column = group + lane % 4 * 8;

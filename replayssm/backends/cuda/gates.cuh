@@ -1,9 +1,5 @@
 // Gates: log decays of this token, and the decays of the records up to and with it, newest first.
 
-template <class F> DEVICE Gate gate_of(const Params& p, float a, float rate) {
-    return gate_of<F>(a, rate, p.lower_bound, p.dt_min, p.dt_max);
-}
-
 // What a head's decays are made from and isn't a parameter: fetched by a warp for a head; for channels, a thread has its
 // share of them. Kept as it lies in memory, so that nothing waits for it before it is used.
 template <class F> struct GateInputs {
@@ -34,12 +30,12 @@ template <class F>
 DEVICE void channel_decays(const Params& p, Memory<F>& m, const Row& at, int head, bool append,
                            const GateInputs<F>& in, u32 phase) {
     constexpr int TOGETHER = 4;  // records
-    const float rate = number(fetched<typename F::RATE>(p.rate, head));
+    const float rate = load_number<typename F::RATE>(p.rate, head);
 #pragma unroll
     for (int n = 0; n < GateInputs<F>::SHARE; ++n) {
         const int c = n * F::THREADS + threadIdx.x;
         if (F::D_K % F::THREADS && c >= F::D_K) continue;
-        const float a = number(in.a[n]) + number(fetched<typename F::BIAS>(p.bias, head * F::D_K + c));
+        const float a = number(in.a[n]) + load_number<typename F::BIAS>(p.bias, head * F::D_K + c);
         const float gate = gate_of<F>(p, a, rate).log_decay;
         if (append) ring_g_of<F>(p, at.slot, head)[at.cursor * F::D_K + c] = gate;
         barrier_wait(&m.keys_come, phase);
@@ -69,25 +65,18 @@ template <class F>
 DEVICE void head_decays(const Params& p, Memory<F>& m, const Row& at, int head, int local, bool append,
                         const GateInputs<F>& in, int lane) {
     float* ring_g = ring_g_of<F>(p, at.slot, head);
-    const float rate = number(fetched<typename F::RATE>(p.rate, head));
-    const Gate gate = gate_of<F>(p, number(in.a[0]) + number(fetched<typename F::BIAS>(p.bias, head)), rate);
+    const float rate = load_number<typename F::RATE>(p.rate, head);
+    const Gate gate = gate_of<F>(p, number(in.a[0]) + load_number<typename F::BIAS>(p.bias, head), rate);
     float newer = gate.log_decay;  // log decay from behind the records at hand to this token
     for (int first = (F::RING - 1) & ~31; first >= 0; first -= 32) {
         const int j = first + lane;
         float stored = 0.0f;
         if (j < at.cursor) stored = first ? ring_g[j] : in.g;
         const float g = F::INPUT_RECORDS ? stored * rate : stored;
-        float behind = g;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const float other = from_lane_after(behind, distance);
-            if (lane + distance < 32) behind += other;
-        }
-        float follows = from_lane_after(behind, 1);
-        if (lane == 31) follows = 0.0f;
-        const float after = expf(follows + newer) * (F::INPUT_RECORDS ? stored : 1.0f);
+        const Suffix sums = suffix_sums(g, lane);
+        const float after = expf(sums.behind + newer) * (F::INPUT_RECORDS ? stored : 1.0f);
         if (j < at.cursor) m.after[local][j] = after;
-        newer += from_lane(behind, 0);
+        newer += from_lane(sums.from, 0);
     }
     if (lane == 0) {
         m.heads[local] = Head{expf(newer), beta_of<F>(p, in), gate.input, 0.0f};

@@ -7,8 +7,8 @@ template <class F> struct Item {
     int slot, cursor, source;
 
     DEVICE Row at() const { return Row{static_cast<int>(row()), slot, cursor, false}; }
-    DEVICE u32 row() const { return number / F::TILES; }  // of the batch
-    DEVICE u32 first_row() const { return number % F::TILES * F::ROWS; }
+    DEVICE u32 row() const { return number / F::TILES_OF_SLOT; }  // of the batch
+    DEVICE u32 first_row() const { return number % F::TILES_OF_SLOT * F::ROWS; }
     DEVICE u32 first_head() const { return first_row() / F::D_V; }
     DEVICE void look_up(const Params& p) {
         if (slot < 0) return;
@@ -19,7 +19,7 @@ template <class F> struct Item {
 };
 
 template <class F> DEVICE int slot_of(const Params& p, u32 number) {
-    return number < p.items ? p.slots[number / F::TILES] : -1;
+    return number < p.items ? p.slots[number / F::TILES_OF_SLOT] : -1;
 }
 
 // Where a thread stands.

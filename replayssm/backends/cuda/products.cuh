@@ -71,16 +71,12 @@ template <class F> DEVICE void multiply(Memory<F>& m, int warp, int lane) {
 // q and k as the right operand of matrix products: columns 2i and 2i + 1 are their i-th terms. A lane takes 8
 // consecutive numbers of a row at a time, so the columns of a row are numbered to suit: a sum may run over them in any
 // order, if both operands agree. Here two chunks of 32 columns.
-template <class T> struct Vectors {
-    packed<T, 8> piece[2];
-};
-
 // One term: the numbers as they are. Columns behind the second are not used.
-template <class F> DEVICE Vectors<typename F::X> plain_vectors(const Memory<F>& m, int column, int lane) {
+template <class F> DEVICE Granule<typename F::X> plain_vectors(const Memory<F>& m, int column, int lane) {
     const typename F::X* x = (lane / 4 & 1 ? m.k : m.q) + column + lane % 4 * 8;
-    Vectors<typename F::X> b;
-    b.piece[0].load(x);
-    b.piece[1].load(x + 32);
+    Granule<typename F::X> b;
+    b.half[0].load(x);
+    b.half[1].load(x + 32);
     return b;
 }
 
@@ -124,51 +120,23 @@ template <class F> DEVICE void split_into_terms(Memory<F>& m, int lane) {
 }
 
 // Three terms: six columns, of which the sums over pairs are those of q and k.
-template <class F> DEVICE Vectors<typename F::C> split_vectors(const Memory<F>& m, int column, int lane) {
+template <class F> DEVICE Granule<typename F::C> split_vectors(const Memory<F>& m, int column, int lane) {
     const int row = lane / 4;
     const bool used = row < 6 && (F::DELTA || row % 2 == 0);
     const typename F::C* x = m.terms[used ? row : 0] + column + lane % 4 * 8;
-    Vectors<typename F::C> b;
-    b.piece[0].load(x);
-    b.piece[1].load(x + 32);
-    if (!used) {
-        b.piece[0].clear();
-        b.piece[1].clear();
-    }
+    Granule<typename F::C> b;
+    b.half[0].load(x);
+    b.half[1].load(x + 32);
+    if (!used) b.clear();
     return b;
 }
 
-// A row's 8 numbers of two chunks of 32 columns, in the order of the chunks. In shared memory, two rows that are read at
-// once would lie in the same banks, so odd rows are read the other way round.
-template <class T> struct TwoPieces {
-    packed<T, 8> piece[2];
-
-    DEVICE void load(const T* row, bool odd) {
-        packed<T, 8> first, second;
-        first.load(row + (odd ? 32 : 0));
-        second.load(row + (odd ? 0 : 32));
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            piece[0].word[w] = odd ? second.word[w] : first.word[w];
-            piece[1].word[w] = odd ? first.word[w] : second.word[w];
-        }
-    }
-    DEVICE void clear() {
-        piece[0].clear();
-        piece[1].clear();
-    }
-};
-
 // sums += rows · vectors for 16 rows, of which a lane holds pieces of rows lane / 4 and lane / 4 + 8.
 template <class T>
-DEVICE void accumulate(float (&sums)[2][4], const TwoPieces<T>& upper, const TwoPieces<T>& lower, const Vectors<T>& b) {
+DEVICE void accumulate(float (&sums)[2][4], const Granule<T>& upper, const Granule<T>& lower, const Granule<T>& b) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int w = 0; w < 4; w += 2)
-            matrix_product<T>(sums[half], upper.piece[half].word[w], lower.piece[half].word[w],
-                              upper.piece[half].word[w + 1], lower.piece[half].word[w + 1],
-                              b.piece[half].word[w], b.piece[half].word[w + 1]);
+        multiply_eights<T>(sums[half], upper.half[half], lower.half[half], b.half[half]);
 }
 
 // The same on the matrix units.
@@ -186,7 +154,7 @@ template <class F> DEVICE void multiply_matrix(Memory<F>& m, int warp, int lane)
         float sums[2][4] = {};
 #pragma unroll
         for (int column = 0; column < F::D_K; column += 64) {
-            TwoPieces<C> upper, lower;
+            Granule<C> upper, lower;
             upper.load(rows + column, odd);
             if (F::HALF)
                 lower.clear();
@@ -224,8 +192,8 @@ template <class F> DEVICE void share_products(Memory<F>& m, int lane) {
     kq = sum_over_lanes<32>(kq);
     float q_norm = 1.0f, k_norm = 1.0f;
     if (F::DELTA && F::L2_NORM) {
-        q_norm = inverse_root(sum_over_lanes<32>(qq) + 1e-6f);
-        k_norm = inverse_root(sum_over_lanes<32>(kk) + 1e-6f);
+        q_norm = inverse_norm(sum_over_lanes<32>(qq));
+        k_norm = inverse_norm(sum_over_lanes<32>(kk));
     }
     if (lane == 0) m.products = Products{kq, q_norm, k_norm, 0.0f};
 }
@@ -241,7 +209,7 @@ template <class F> DEVICE void matrix_scores(Memory<F>& m, const Row& at, int la
         float sums[2][4] = {};
 #pragma unroll
         for (int column = 0; column < F::D_K; column += 64) {
-            TwoPieces<X> upper, lower;
+            Granule<X> upper, lower;
             upper.clear();
             lower.clear();
             if (j < at.cursor) upper.load(key + column, odd);

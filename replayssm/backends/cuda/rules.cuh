@@ -9,24 +9,17 @@ struct Gate {
     float log_decay, input;
 };
 
-template <class F> DEVICE Gate gate_of(float a, float rate, float lower_bound, float dt_min, float dt_max) {
-    if (F::DELTA) return Gate{F::BOUNDED ? lower_bound * sigmoid(expf(rate) * a) : -expf(rate) * softplus(a), 0.0f};
+template <class F, class P> DEVICE Gate gate_of(const P& p, float a, float rate) {
+    if (F::DELTA) return Gate{F::BOUNDED ? p.lower_bound * sigmoid(expf(rate) * a) : -expf(rate) * softplus(a), 0.0f};
     if (F::SOFTPLUS) a = softplus(a);
-    a = fminf(fmaxf(a, dt_min), dt_max);
+    a = fminf(fmaxf(a, p.dt_min), p.dt_max);
     return Gate{a * rate, a};
 }
 
-// A float32 as the sum of two tf32 numbers, rounded to nearest: what is left out is 2^-23 of it at most.
-struct TwoTerms {
-    u32 high, low;
-};
+// Of q or k, from the sum of its squares.
+DEVICE float inverse_norm(float squares) { return inverse_root(squares + 1e-6f); }
 
-DEVICE TwoTerms two_terms(float x) {
-    const u32 high = (as_bits(x) + 0x1000) & 0xffffe000;
-    return TwoTerms{high, as_bits(x - as_float(high))};
-}
-
-// The same in one instruction less, cut in place of rounded: up to 2^-21 are left out, 2^-23 on average.
-DEVICE TwoTerms cut_terms(float x) {
-    return TwoTerms{as_bits(x), as_bits(x - as_float(as_bits(x) & 0xffffe000))};
+// An update as a ring of U holds it: it has the factor that normalises k, and infinity would stay for good.
+template <class U> DEVICE float bounded_update(float u) {
+    return same<U, f16>::value ? fminf(fmaxf(u, -65504.0f), 65504.0f) : u;
 }

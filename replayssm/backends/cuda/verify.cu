@@ -91,18 +91,13 @@ template <class F> DEVICE void weigh(const WindowParams& p, WindowMemory<F>& m, 
 template <class F>
 DEVICE void append_keys(const WindowParams& p, const WindowMemory<F>& m, const WindowRow& at, int key_head, int start,
                         int thread) {
-    typename F::K* ring_k = window_ring_k<F>(p, at.slot, key_head) + start * F::D_K;
-    constexpr int PIECE = same<typename F::K, typename F::X>::value ? 16 / static_cast<int>(sizeof(typename F::X)) : 1;
+    typename F::X* ring_k = ring_k_of<F>(p, at.slot, key_head) + start * F::D_K;
+    constexpr int PIECE = 16 / static_cast<int>(sizeof(typename F::X));
 #pragma unroll 1
     for (int n = thread * PIECE; n < at.count * F::D_K; n += F::THREADS * PIECE) {
-        const typename F::X* key = window_key<F>(m, n / F::D_K) + n % F::D_K;
-        if constexpr (PIECE > 1) {
-            packed<typename F::X, PIECE> piece;
-            piece.load(key);
-            piece.store(ring_k + n);
-        } else {
-            ring_k[n] = convert<typename F::K>::from(to_float(*key));
-        }
+        packed<typename F::X, PIECE> piece;
+        piece.load(window_key<F>(m, n / F::D_K) + n % F::D_K);
+        piece.store(ring_k + n);
     }
 }
 
@@ -111,8 +106,8 @@ DEVICE void append_keys(const WindowParams& p, const WindowMemory<F>& m, const W
 template <class F>
 DEVICE void append_after_fold(const WindowParams& p, WindowMemory<F>& m, const WindowRow& at, const WindowPlace<F>& place,
                               int thread) {
+    sync_block();
     if (F::SHARERS > 1) {
-        sync_block();
         if (thread == 0) {
             int* arrivals = p.arrivals + static_cast<i64>(at.slot) * (F::V_HEADS / F::GROUP) + place.key_head;
             m.last = count_arrival(arrivals) == F::SHARERS - 1;
@@ -120,15 +115,13 @@ DEVICE void append_after_fold(const WindowParams& p, WindowMemory<F>& m, const W
         }
         sync_block();
         if (!m.last) return;
-    } else {
-        sync_block();
     }
     append_keys<F>(p, m, at, place.key_head, 0, thread);
-    constexpr int GATES = F::CHANNEL ? F::D_K : 1;
+    constexpr int GATES = F::GATES;
 #pragma unroll 1
     for (int n = thread; n < F::GROUP * at.count * GATES; n += F::THREADS) {
         const int c = n % GATES, i = n / GATES % at.count, head = place.key_head * F::GROUP + n / GATES / at.count;
-        window_ring_g<F>(p, at.slot, head)[i * GATES + c] = window_log_decay<F>(p, at.row, i, head, c);
+        ring_g_of<F>(p, at.slot, head)[i * GATES + c] = window_log_decay<F>(p, at.row, i, head, c);
     }
 }
 
@@ -141,7 +134,7 @@ DEVICE void finish_row(const WindowParams& p, WindowMemory<F>& m, const WindowRo
     float sums[F::COLUMNS];
     load_floats<F::COLUMNS>(m.sums[in_block], sums);
     X* y = static_cast<X*>(p.y) + static_cast<i64>(at.row) * p.tokens * (F::V_HEADS * F::D_V) + row;
-    typename F::U* ring_u = window_ring_u<F>(p, at.slot, row) + at.cursor * F::D_V;
+    typename F::U* ring_u = ring_u_of<F>(p, at.slot, row) + at.cursor * F::D_V;
 #pragma unroll
     for (int i = 0; i < F::TOKENS; ++i) {
         if (i >= at.count) break;
@@ -162,12 +155,11 @@ DEVICE void finish_row(const WindowParams& p, WindowMemory<F>& m, const WindowRo
             out *= z * sigmoid(z);
         }
         y[i * (F::V_HEADS * F::D_V)] = convert<X>::from(out);
-        // u holds the factor that normalises k: infinity would stay for good
-        if (same<typename F::U, f16>::value) update = fminf(fmaxf(update, -65504.0f), 65504.0f);
+        const float record = bounded_update<typename F::U>(update);
         if (folds)
-            m.sums[in_block][i] = update;
+            m.sums[in_block][i] = record;
         else
-            ring_u[i * F::D_V] = convert<typename F::U>::from(update);
+            ring_u[i * F::D_V] = convert<typename F::U>::from(record);
     }
 }
 
@@ -214,8 +206,8 @@ DEVICE void prepare_tile(const WindowParams& p, WindowMemory<F>& m, const Window
     Keys<F> keys;
     RecordDecays<F> records;
     TokenDecays<F> tokens{};
-    if constexpr (F::MATRIX_SCORES)
-        keys.fetch(window_ring_k<F>(p, at.slot, place.key_head), F::D_K, roles.scores ? readable : 0, lane);
+    if constexpr (F::EXACT_KEYS)
+        keys.fetch(ring_k_of<F>(p, at.slot, place.key_head), F::D_K, roles.scores ? readable : 0, lane);
     if constexpr (!F::CHANNEL) {
         records.fetch(p, at, place.head + roles.head, roles.records && roles.head < F::HEADS, lane);
         if (roles.tokens && roles.head < F::HEADS) tokens.fetch(p, at, place.head + roles.head, lane);
@@ -241,11 +233,11 @@ DEVICE void prepare_tile(const WindowParams& p, WindowMemory<F>& m, const Window
             tokens.finish(p, m, at, place.head + h, h, append, lane);
         }
     }
-    if constexpr (F::MATRIX_SCORES) {
+    if constexpr (F::EXACT_KEYS) {
         if (roles.scores) {
             keys.multiply(m, m.scores[0], at.cursor, F::UNITS, lane);
             for (int first = F::UNITS; first < at.cursor; first += F::UNITS) {
-                const typename F::K* ring_k = window_ring_k<F>(p, at.slot, place.key_head) + first * F::D_K;
+                const typename F::X* ring_k = ring_k_of<F>(p, at.slot, place.key_head) + first * F::D_K;
                 keys.fetch(ring_k, F::D_K, at.cursor - first, lane);
                 keys.multiply(m, m.scores[0] + first, at.cursor - first, F::UNITS, lane);
             }
@@ -317,7 +309,7 @@ DEVICE void verify_tile(const WindowParams& p, WindowMemory<F>& m, const WindowR
     if (lane < F::RPW)
 #pragma unroll 1
         for (int i = 0; i < at.count; ++i)
-            window_ring_u<F>(p, at.slot, place.first_row + first + lane)[i * F::D_V] =
+            ring_u_of<F>(p, at.slot, place.first_row + first + lane)[i * F::D_V] =
                 convert<typename F::U>::from(m.sums[first + lane][i]);
     append_after_fold<F>(p, m, at, place, thread);
     fence_copies();
@@ -326,9 +318,9 @@ DEVICE void verify_tile(const WindowParams& p, WindowMemory<F>& m, const WindowR
 }
 
 template <class F> DEVICE void copy_tile(const WindowParams& p, WindowMemory<F>& m, int item, int slot) {
-    const WindowPlace<F> place(item % F::TILES_OF_ROW);
+    const WindowPlace<F> place(item % F::TILES_OF_SLOT);
     ++m.copies;
-    bulk_copy(m.tile, window_checkpoint<F>(p, slot, place.first_row), sizeof(m.tile), &m.barrier);
+    bulk_copy(m.tile, checkpoint_of<F>(p, slot, place.first_row), sizeof(m.tile), &m.barrier);
 }
 
 // The tile that a block takes in round `round`. Its first thread finds out where it is while the block works on the one
@@ -344,12 +336,12 @@ template <class F> struct NextTile {
     DEVICE void find_slot(const WindowParams& p) {
         first = second = -1;
         if (!wanted(p)) return;
-        first = p.slots[item(p) / F::TILES_OF_ROW];
-        second = p.num_tokens[item(p) / F::TILES_OF_ROW];
+        first = p.slots[item(p) / F::TILES_OF_SLOT];
+        second = p.num_tokens[item(p) / F::TILES_OF_SLOT];
     }
     DEVICE void keep_slot(const WindowParams& p, WindowMemory<F>& m) const {
         if (!wanted(p)) return;
-        place(m).row = item(p) / F::TILES_OF_ROW;
+        place(m).row = item(p) / F::TILES_OF_SLOT;
         place(m).slot = first;
         place(m).count = second;
     }
@@ -366,11 +358,11 @@ template <class F> struct NextTile {
         if (place(m).used() && first > 0) prefetch_records(p, place(m));
     }
     DEVICE void prefetch_records(const WindowParams& p, const WindowRow& at) const {
-        const WindowPlace<F> tile(item(p) % F::TILES_OF_ROW);
-        prefetch(window_ring_k<F>(p, at.slot, tile.key_head), at.cursor * F::D_K * sizeof(typename F::K));
+        const WindowPlace<F> tile(item(p) % F::TILES_OF_SLOT);
+        prefetch(ring_k_of<F>(p, at.slot, tile.key_head), at.cursor * F::D_K * sizeof(typename F::X));
         for (int h = 0; h < F::HEADS; ++h)
-            prefetch(window_ring_u<F>(p, at.slot, (tile.head + h) * F::D_V), at.cursor * F::D_V * sizeof(typename F::U));
-        if (F::CHANNEL) prefetch(window_ring_g<F>(p, at.slot, tile.head), at.cursor * F::D_K * sizeof(float));
+            prefetch(ring_u_of<F>(p, at.slot, (tile.head + h) * F::D_V), at.cursor * F::D_V * sizeof(typename F::U));
+        if (F::CHANNEL) prefetch(ring_g_of<F>(p, at.slot, tile.head), at.cursor * F::D_K * sizeof(float));
     }
     DEVICE void go_on(const WindowParams& p, WindowMemory<F>& m) const {
         if (wanted(p) && place(m).used()) copy_tile<F>(p, m, item(p), place(m).source);
@@ -406,7 +398,7 @@ template <class F> DEVICE void verify(const WindowParams& p, WindowMemory<F>& m)
     for (int round = 0; blockIdx.x + round * p.blocks < p.items; ++round) {
         NextTile<F> next(round + 1);
         const WindowRow& at = m.rows[round & 3];
-        const WindowPlace<F> place((blockIdx.x + round * p.blocks) % F::TILES_OF_ROW);
+        const WindowPlace<F> place((blockIdx.x + round * p.blocks) % F::TILES_OF_SLOT);
         if (at.used()) {
             verify_tile<F>(p, m, at, place, next);
         } else {
@@ -421,16 +413,4 @@ template <class F> DEVICE void verify(const WindowParams& p, WindowMemory<F>& m)
     }
 }
 
-#ifndef REPLAYSSM_EMULATED
-// The bound is Hopper's: there it decides how many blocks share a multiprocessor.
-#if __CUDA_ARCH__ == 900
-#define BOUND __maxnreg__(CASE_REGISTERS)
-#else
-#define BOUND __launch_bounds__(WindowCase::THREADS, 1)
-#endif
-
-extern "C" __global__ void BOUND replayssm_verify(const __grid_constant__ WindowParams p) {
-    SHARED_MEMORY(shared);
-    verify<WindowCase>(p, *reinterpret_cast<WindowMemory<WindowCase>*>(shared));
-}
-#endif
+KERNEL(replayssm_verify, WindowParams, WindowMemory<WindowCase>, verify<WindowCase>)

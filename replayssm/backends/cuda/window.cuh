@@ -15,62 +15,34 @@ struct WindowParams {
     int items, blocks;  // an item is a tile of a row; each block takes every `blocks`-th
 };
 
-struct WindowCase {
-    static constexpr bool CHANNEL = CASE_CHANNEL;  // gate: one decay per key channel
-    static constexpr bool DELTA = CASE_DELTA;      // rule
+struct WindowCase : Layer {
     static constexpr bool L2_NORM = CASE_L2_NORM, SOFTPLUS = CASE_SOFTPLUS, BOUNDED = CASE_BOUNDED, TREE = CASE_TREE;
     static constexpr bool ALIGNED = CASE_ALIGNED;  // q and k of all tokens lie at multiples of 16 bytes
-    using C = CASE_C;  // types: checkpoint,
-    using X = CASE_X;  // activations,
-    using U = CASE_U;  // rings,
-    using K = CASE_K;
-    using A = CASE_A;  // the gate's inputs and the parameters; none for those that aren't there
-    using B = CASE_B;
-    using RATE = CASE_RATE;
-    using BIAS = CASE_BIAS;
-    using D = CASE_D;
-    using Z = CASE_Z;
-    static constexpr int V_HEADS = CASE_V_HEADS, GROUP = CASE_GROUP, D_V = CASE_D_V, D_K = CASE_D_K;
-    static constexpr int RING = CASE_RING;      // rows
     static constexpr int TOKENS = CASE_TOKENS;  // of a window, at most
-    static constexpr int ROWS = CASE_ROWS;      // of a block's tile
-    static constexpr int WARPS = CASE_WARPS, THREADS = 32 * WARPS;
-    static constexpr bool EAGER = CASE_EAGER;  // fetch ring rows before the cursor says which are needed
 
-    static constexpr int RPW = ROWS / WARPS;                           // rows of a warp
-    static constexpr int MATRICES = (RPW + 15) / 16;                   // left operands that they make
-    static constexpr bool HALF = RPW == 8;                             // the lower eight rows of the only one are none
-    static constexpr int HEADS = ROWS > D_V ? ROWS / D_V : 1;          // of a block
-    static constexpr int SHARERS = GROUP * D_V / ROWS;                 // tiles that share a key head
-    static constexpr int TILES_OF_ROW = V_HEADS * D_V / ROWS;
-    static constexpr int UNITS = 16;                                   // records that are taken at once
-    static constexpr int UNIT_ROWS = (RING + UNITS - 1) / UNITS * UNITS;
+    static constexpr int SHARERS = GROUP * D_V / ROWS;  // tiles that share a key head
     // What the state and the keys are multiplied with: q and, for the delta rule, k of each token, as columns.
     static constexpr int VECTORS = DELTA ? 2 : 1;
     static constexpr int COLUMNS = VECTORS * TOKENS;
     static constexpr int TILES = (COLUMNS + 7) / 8;  // right operands that they make
-    static constexpr int VECTOR = 16 / static_cast<int>(sizeof(C));  // consecutive numbers of a lane
     // A column's pitch in shared memory is such that the lanes that read together read from different banks.
     static constexpr int PITCH = D_K + 4 * VECTOR;
     static constexpr int CHANNEL_PITCH = D_K + 16;  // likewise, of float32 columns and keys
     static constexpr int SUMS_PITCH = COLUMNS + (COLUMNS >= 8 ? 4 : 0);
     static constexpr int RECORD_PITCH = COLUMNS + (COLUMNS >= 8 ? 2 : 0);
     static constexpr bool EARLY_UPDATES = !CHANNEL && (EAGER || MATRICES == 1);  // fetch the records' with their keys
-    static constexpr bool HALF_WIDE = sizeof(X) == 2;
     // Products on the matrix units as they are; what isn't exact there is taken as the sum of two tf32 numbers.
-    static constexpr bool SAME = !CHANNEL && same<C, X>::value && HALF_WIDE;
-    static constexpr bool MATRIX_SCORES = !CHANNEL && same<K, X>::value && HALF_WIDE;
-    static constexpr bool EXACT_STATE = sizeof(C) == 2, EXACT_COLUMNS = !CHANNEL && HALF_WIDE;
-    static constexpr bool EXACT_KEYS = !CHANNEL && sizeof(K) == 2, EXACT_UPDATES = sizeof(U) == 2;
-    static constexpr bool BF16_FOLD = !CHANNEL && same<C, bf16>::value && same<K, bf16>::value;
+    static constexpr bool EXACT_STATE = sizeof(C) == 2, EXACT_UPDATES = sizeof(U) == 2;
+    static constexpr bool EXACT_KEYS = !CHANNEL && sizeof(X) == 2;  // and columns
+    static constexpr bool SAME = EXACT_KEYS && same<C, X>::value;
+    static constexpr bool BF16_FOLD = SAME && same<C, bf16>::value;
     // Norms from the same product as the window's pairs, whose left operand then has the q, too.
-    static constexpr bool PAIRED_NORMS = MATRIX_SCORES && DELTA && TOKENS <= 8;
+    static constexpr bool PAIRED_NORMS = EXACT_KEYS && DELTA && TOKENS <= 8;
     static constexpr int PARTS = CHANNEL ? D_K / 32 : 1;  // in which products of keys and columns are summed
 
     static_assert(!CHANNEL || DELTA, "there is no such layer");
     static_assert(RPW == 8 || RPW == 16 || RPW == 32, "a warp takes 8, 16 or 32 rows");
-    static_assert(ROWS % WARPS == 0 && (D_V % ROWS == 0 || ROWS % D_V == 0), "a block has a part of a head or whole heads");
-    static_assert(GROUP % HEADS == 0 && (HEADS == 1 || (!CHANNEL && D_V % RPW == 0)), "its heads share a key head");
+    static_assert(HEADS == 1 || (!CHANNEL && D_V % RPW == 0), "a warp's rows lie in one head");
     static_assert(TOKENS <= 16 && TOKENS <= UNIT_ROWS, "windows are no longer");
 };
 
@@ -126,33 +98,6 @@ template <class F> struct WindowPlace {
     // Of a row of the tile: which of its heads.
     static DEVICE int head_of(int row) { return F::HEADS > 1 ? row / F::D_V : 0; }
 };
-
-template <class T> DEVICE float load_number(const void* from, i64 at) {
-    if constexpr (same<T, none>::value)
-        return 0.0f;
-    else
-        return to_float(static_cast<const T*>(from)[at]);
-}
-
-template <class F> DEVICE typename F::C* window_checkpoint(const WindowParams& p, int slot, int first_row) {
-    return static_cast<typename F::C*>(p.checkpoint) + static_cast<i64>(slot) * p.checkpoint_stride + first_row * F::D_K;
-}
-
-template <class F> DEVICE typename F::K* window_ring_k(const WindowParams& p, int slot, int key_head) {
-    return static_cast<typename F::K*>(p.ring_k) + static_cast<i64>(slot) * p.ring_k_stride +
-           key_head * (F::RING * F::D_K);
-}
-
-// Of row `row` of the slot's states, which are numbered through over the heads.
-template <class F> DEVICE typename F::U* window_ring_u(const WindowParams& p, int slot, int row) {
-    return static_cast<typename F::U*>(p.ring_u) + static_cast<i64>(slot) * p.ring_u_stride +
-           (row / F::D_V * (F::RING * F::D_V) + row % F::D_V);
-}
-
-template <class F> DEVICE float* window_ring_g(const WindowParams& p, int slot, int head) {
-    constexpr int GATES = F::CHANNEL ? F::D_K : 1;
-    return p.ring_g + static_cast<i64>(slot) * p.ring_g_stride + head * (F::RING * GATES);
-}
 
 // Token that token i follows, below i in any case, so that walks end; −1: the committed state.
 template <class F> DEVICE int parent_of(const WindowParams& p, const WindowRow& at, int i) {

@@ -15,7 +15,7 @@ template <class F> DEVICE float beta_input(const WindowParams& p, int row, int t
 template <class F> DEVICE float window_log_decay(const WindowParams& p, int row, int token, int head, int channel) {
     const float bias = load_number<typename F::BIAS>(p.bias, F::CHANNEL ? head * F::D_K + channel : head);
     const float a = gate_input<F>(p, row, token, head, channel) + bias;
-    return gate_of<F>(a, load_number<typename F::RATE>(p.rate, head), p.lower_bound, p.dt_min, p.dt_max).log_decay;
+    return gate_of<F>(p, a, load_number<typename F::RATE>(p.rate, head)).log_decay;
 }
 
 // Head gate, the records of one head, by one warp, a lane for each of 32: their decays to the committed state.
@@ -25,7 +25,7 @@ template <class F> struct RecordDecays {
     float fetched;
 
     DEVICE void fetch(const WindowParams& p, const WindowRow& at, int head, bool wanted, int lane) {
-        ring_g = window_ring_g<F>(p, at.slot, head);
+        ring_g = ring_g_of<F>(p, at.slot, head);
         fetched = wanted && NEWEST + lane < at.cursor ? ring_g[NEWEST + lane] : 0.0f;
     }
 
@@ -34,17 +34,11 @@ template <class F> struct RecordDecays {
 #pragma unroll
         for (int first = NEWEST; first >= 0; first -= 32) {
             const int j = first + lane;
-            float behind = fetched;
+            const float g = fetched;
             if (first) fetched = j - 32 < at.cursor ? ring_g[j - 32] : 0.0f;
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const float other = from_lane_after(behind, distance);
-                if (lane + distance < 32) behind += other;
-            }
-            float follows = from_lane_after(behind, 1);
-            if (lane == 31) follows = 0.0f;
-            if (j < F::UNIT_ROWS) m.after[local][j] = j < at.cursor ? expf(follows + newer) : 0.0f;
-            newer += from_lane(behind, 0);
+            const Suffix sums = suffix_sums(g, lane);
+            if (j < F::UNIT_ROWS) m.after[local][j] = j < at.cursor ? expf(sums.behind + newer) : 0.0f;
+            newer += from_lane(sums.from, 0);
         }
         if (lane == 0) m.total[local] = expf(newer);
     }
@@ -68,9 +62,9 @@ template <class F> struct TokenDecays {
         Gate gate{0.0f, 0.0f};
         float input = 0.0f;
         if (lane < at.count && lane < F::TOKENS) {
-            gate = gate_of<F>(a + bias, rate, p.lower_bound, p.dt_min, p.dt_max);
+            gate = gate_of<F>(p, a + bias, rate);
             input = F::DELTA ? p.beta_scale * sigmoid(b) : gate.input;
-            if (append) window_ring_g<F>(p, at.slot, head)[at.cursor + lane] = gate.log_decay;
+            if (append) ring_g_of<F>(p, at.slot, head)[at.cursor + lane] = gate.log_decay;
         }
         float behind = 0.0f;
         int next = lane < at.count && lane < F::TOKENS ? lane : -1;
@@ -96,8 +90,8 @@ template <class F> struct TokenDecays {
 template <class F>
 DEVICE void channel_gates(const WindowParams& p, WindowMemory<F>& m, const WindowRow& at, int head, bool append,
                           int thread) {
-    const typename F::K* ring_k = window_ring_k<F>(p, at.slot, head);
-    float* ring_g = window_ring_g<F>(p, at.slot, head);
+    const typename F::X* ring_k = ring_k_of<F>(p, at.slot, head);
+    float* ring_g = ring_g_of<F>(p, at.slot, head);
 #pragma unroll 1
     for (int c = thread; c < F::D_K; c += F::THREADS) {
         float decay = 0.0f;

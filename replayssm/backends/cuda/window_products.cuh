@@ -29,20 +29,20 @@ template <class F> DEVICE void window_norms(WindowMemory<F>& m, int warp, int la
             kk = sum_over_lanes<32>(kk);
         }
         if (lane == 0) {
-            m.q_norm[i] = F::L2_NORM ? inverse_root(qq + 1e-6f) : 1.0f;
-            m.k_norm[i] = F::L2_NORM ? inverse_root(kk + 1e-6f) : 1.0f;
+            m.q_norm[i] = F::L2_NORM ? inverse_norm(qq) : 1.0f;
+            m.k_norm[i] = F::L2_NORM ? inverse_norm(kk) : 1.0f;
         }
     }
 }
 
 // 16 keys as a left operand: of rows lane / 4 and lane / 4 + 8, 8 consecutive numbers of each 32.
 template <class F> struct Keys {
-    packed<typename F::K, 8> upper[F::D_K / 32], lower[F::D_K / 32];
+    packed<typename F::X, 8> upper[F::D_K / 32], lower[F::D_K / 32];
 
     // Rows from `rows` on count as zero.
-    DEVICE void fetch(const typename F::K* key, int pitch, int rows, int lane) {
+    DEVICE void fetch(const typename F::X* key, int pitch, int rows, int lane) {
         const int j = lane / 4;
-        const typename F::K* from = key + j * pitch + lane % 4 * 8;
+        const typename F::X* from = key + j * pitch + lane % 4 * 8;
 #pragma unroll
         for (int i = 0; i < F::D_K / 32; ++i) {
             if (j < rows)
@@ -65,10 +65,7 @@ template <class F> struct Keys {
         for (int i = 0; i < F::D_K / 32; ++i) {
             packed<typename F::X, 8> b;
             b.load(x + i * 32);
-#pragma unroll
-            for (int w = 0; w < 4; w += 2)
-                matrix_product<typename F::K>(sums[i % 2], upper[i].word[w], lower[i].word[w], upper[i].word[w + 1],
-                                              lower[i].word[w + 1], b.word[w], b.word[w + 1]);
+            multiply_eights<typename F::X>(sums[i % 2], upper[i], lower[i], b);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) to[e] = sums[0][e] + sums[1][e];
@@ -110,8 +107,8 @@ template <class F> DEVICE void multiply_pairs(WindowMemory<F>& m, int lane) {
             if (c < F::COLUMNS) m.pairs[0][token][c] = sums[e];
         }
         if (n * 4 + quarter == token) {
-            m.q_norm[token] = F::L2_NORM ? inverse_root(sums[2] + 1e-6f) : 1.0f;
-            m.k_norm[token] = F::L2_NORM ? inverse_root(sums[1] + 1e-6f) : 1.0f;
+            m.q_norm[token] = F::L2_NORM ? inverse_norm(sums[2]) : 1.0f;
+            m.k_norm[token] = F::L2_NORM ? inverse_norm(sums[1]) : 1.0f;
         }
     }
 }
@@ -134,7 +131,7 @@ DEVICE void multiply_key(const T* key, const Q* columns, float* to, int lane) {
 // Products of all keys with all columns where the matrix units' aren't exact; a warp for every so many keys.
 template <class F>
 DEVICE void multiply_keys(const WindowParams& p, WindowMemory<F>& m, const WindowRow& at, int key_head, int warp, int lane) {
-    const typename F::K* ring_k = window_ring_k<F>(p, at.slot, key_head);
+    const typename F::X* ring_k = ring_k_of<F>(p, at.slot, key_head);
 #pragma unroll 1
     for (int j = warp; j < at.cursor; j += F::WARPS)
         multiply_key<F>(ring_k + j * F::D_K, m.x[0], m.scores[0][j], lane);
@@ -182,28 +179,6 @@ template <class F> DEVICE void multiply_channels(WindowMemory<F>& m, const Windo
     }
 }
 
-// 16 bytes of each half of a granule, in the order of the halves. In shared memory, two rows that are read at once would
-// lie in the same banks, so odd rows are read the other way round.
-template <class T> struct Granule {
-    static constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
-    packed<T, VECTOR> half[2];
-
-    DEVICE void load(const T* row, bool odd) {
-        packed<T, VECTOR> first, second;
-        first.load(row + (odd ? 4 * VECTOR : 0));
-        second.load(row + (odd ? 0 : 4 * VECTOR));
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            half[0].word[w] = odd ? second.word[w] : first.word[w];
-            half[1].word[w] = odd ? first.word[w] : second.word[w];
-        }
-    }
-    DEVICE void clear() {
-        half[0].clear();
-        half[1].clear();
-    }
-};
-
 // A lane's numbers of a column that go with a half of a granule, as terms.
 template <class F> struct ColumnPiece {
     TwoTerms x[F::VECTOR];
@@ -222,7 +197,7 @@ template <class F> struct ColumnPiece {
             piece.load(m.x[given] + at);
             piece.unpack(numbers);
 #pragma unroll
-            for (int i = 0; i < F::VECTOR; ++i) x[i] = terms_of<F::EXACT_COLUMNS>(numbers[i]);
+            for (int i = 0; i < F::VECTOR; ++i) x[i] = terms_of<F::EXACT_KEYS>(numbers[i]);
         }
     }
 };
@@ -248,7 +223,7 @@ DEVICE void multiply_half(float (&sums)[F::TILES][4], const WindowMemory<F>& m,
 #pragma unroll
         for (int s = 0; s < VECTOR / 2; ++s) {
             const TwoTerms b[2] = {piece.x[2 * s], piece.x[2 * s + 1]};
-            product_of_terms<F::EXACT_STATE, F::EXACT_COLUMNS>(sums[n], a[s], b);
+            product_of_terms<F::EXACT_STATE, F::EXACT_KEYS>(sums[n], a[s], b);
         }
     }
 }
@@ -285,11 +260,7 @@ DEVICE void multiply_rows(const WindowMemory<F>& m, const typename F::C* upper, 
                 for (int half = 0; half < 2; ++half) {
                     packed<typename F::X, 8> c;
                     c.load(x + half * 32);
-#pragma unroll
-                    for (int w = 0; w < 4; w += 2)
-                        matrix_product<typename F::C>(sums[n], a.half[half].word[w], b.half[half].word[w],
-                                                      a.half[half].word[w + 1], b.half[half].word[w + 1], c.word[w],
-                                                      c.word[w + 1]);
+                    multiply_eights<typename F::C>(sums[n], a.half[half], b.half[half], c);
                 }
             }
             add_to<F>(total, sums);
@@ -311,7 +282,7 @@ template <class F> struct RecordUpdates {
 
     DEVICE void fetch(const WindowParams& p, int slot, int first_row, int first, int rows, int lane) {
         // A warp's rows lie in one head.
-        const typename F::U* ring_u = window_ring_u<F>(p, slot, first_row + lane / 4) + (first + lane % 4 * 2) * F::D_V;
+        const typename F::U* ring_u = ring_u_of<F>(p, slot, first_row + lane / 4) + (first + lane % 4 * 2) * F::D_V;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int record = i / 2 * 8 + i % 2;

@@ -5,7 +5,7 @@ at each call, and its matrix products choose their order of summation by the bat
 """
 
 from replayssm.backends.torch.conv import causal_conv1d_update, causal_conv1d_verify
-from replayssm.backends.torch.layers import decode_step, gdn_verify, kda_verify, mamba2_verify
+from replayssm.backends.torch.layers import decode_step, verify_step
 from replayssm.backends.torch.rollback import accept, commit
 from replayssm.backends.torch.state import advance, materialize, read_state
 
@@ -16,9 +16,7 @@ __all__ = [
     "causal_conv1d_verify",
     "commit",
     "decode_step",
-    "gdn_verify",
-    "kda_verify",
-    "mamba2_verify",
     "materialize",
     "read_state",
+    "verify_step",
 ]

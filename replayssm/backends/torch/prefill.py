@@ -25,72 +25,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replayssm.backends.torch.layers import skip_and_gate, time_step
-from replayssm.recurrence import Rule, gdn_log_decay, inverse_norm, kda_log_decay, sigmoid, silu
+from replayssm.backends.step import Layer, Rules
+from replayssm.backends.torch.layers import input_gate, log_decay, skip_and_gate, time_step
+from replayssm.recurrence import Rule, inverse_norm, silu
 
 CHUNK = 64
 
 
-def gdn_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    initial_state: Tensor,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gated DeltaNet; see :func:`replayssm.ops.gdn_prefill`."""
-    g = gdn_log_decay(a.float(), A_log.float(), dt_bias.float())
-    return _delta_rule(q, k, v, g, b, beta_scale, scale, qk_l2norm, initial_state, cu_seqlens)
-
-
-def kda_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    initial_state: Tensor,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Kimi Delta Attention; see :func:`replayssm.ops.kda_prefill`."""
-    g = kda_log_decay(a.float(), A_log.float(), dt_bias.float(), lower_bound)
-    return _delta_rule(q, k, v, g, b, beta_scale, scale, qk_l2norm, initial_state, cu_seqlens)
-
-
-def mamba2_prefill(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    initial_state: Tensor,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Mamba-2; see :func:`replayssm.ops.mamba2_prefill`."""
-    delta = time_step(dt, dt_bias, dt_softplus, dt_min, dt_max)
-    x32 = x.float()
-    u, g = delta.unsqueeze(-1) * x32, delta * A.float()
-    y, state = chunked("additive", C.float(), B.float(), u, g, None, initial_state, tuple(cu_seqlens.tolist()))
-    return skip_and_gate(y, x32, D, z).to(x.dtype), state
+def prefill(layer: Layer, rules: Rules, initial_state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed sequences of any layer; see :mod:`replayssm.ops.prefill`."""
+    cuts = tuple(cu_seqlens.tolist())
+    if layer.b is not None:
+        return _delta_rule(layer, rules, initial_state, cuts)
+    v = layer.v.float()
+    delta = time_step(layer, rules)
+    u, g = delta.unsqueeze(-1) * v, delta * layer.rate.float()
+    y, state = chunked("additive", layer.q.float(), layer.k.float(), u, g, None, initial_state, cuts)
+    return skip_and_gate(y, v, layer.D, layer.z).to(layer.v.dtype), state
 
 
 def causal_conv1d_prefill(
@@ -116,25 +67,14 @@ def causal_conv1d_prefill(
 
 
 def _delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    b: Tensor,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    initial_state: Tensor,
-    cu_seqlens: Tensor,
+    layer: Layer, rules: Rules, initial_state: Tensor, cu_seqlens: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    beta = sigmoid(b.float())
-    if beta_scale != 1.0:
-        beta.mul_(beta_scale)
-    q, k = q.float(), k.float()
-    if qk_l2norm:
+    g, beta = log_decay(layer, rules), input_gate(layer, rules)
+    q, k, v = layer.q.float(), layer.k.float(), layer.v
+    if rules.l2_norm:
         q, k = (x * inverse_norm(x).unsqueeze(-1) for x in (q, k))
-    y, state = chunked("delta", q, k, v.float(), g, beta, initial_state, tuple(cu_seqlens.tolist()))
-    return y.mul_(scale).to(v.dtype), state
+    y, state = chunked("delta", q, k, v.float(), g, beta, initial_state, cu_seqlens)
+    return y.mul_(rules.scale).to(v.dtype), state
 
 
 def chunked(

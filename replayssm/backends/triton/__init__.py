@@ -5,7 +5,7 @@ from replayssm.backends.triton.conv_verify import causal_conv1d_verify
 from replayssm.backends.triton.decode import bind_decode, decode_step
 from replayssm.backends.triton.rollback import accept, commit
 from replayssm.backends.triton.state import advance, materialize, read_state
-from replayssm.backends.triton.verify import gdn_verify, kda_verify, mamba2_verify
+from replayssm.backends.triton.verify import verify_step
 
 __all__ = [
     "accept",
@@ -15,9 +15,7 @@ __all__ = [
     "causal_conv1d_verify",
     "commit",
     "decode_step",
-    "gdn_verify",
-    "kda_verify",
-    "mamba2_verify",
     "materialize",
     "read_state",
+    "verify_step",
 ]

@@ -364,7 +364,7 @@ def decode_step(layer: Layer, rules: Rules, step: Step, num_tokens: Tensor | Non
     With ``num_tokens [B]`` it is a verify window of one token, or none: a full ring is folded without the token, whose
     key and decay the caller stores.
     """
-    layer = _readable(layer, step)
+    layer = readable(layer, step)
     out = step.out
     if out is None:
         out = torch.empty_like(layer.v, memory_format=torch.contiguous_format)
@@ -404,8 +404,7 @@ def bind_decode(tensors: Sequence[Tensor], rules: Rules, flush_period: int) -> C
         flush_period: L.
     """
     layer, step = counted_off(tensors, flush_period)
-    readable = _readable(layer, step)
-    if any(x is not y for x, y in zip(layer, readable, strict=True)) or not layer.v.shape[0]:
+    if any(x is not y for x, y in zip(layer, readable(layer, step), strict=True)) or not layer.v.shape[0]:
         return None
     plan = _plan(layer, rules, step, window=False)
     has_b, has_bias, has_D, has_z, forced = (layer.b, layer.bias, layer.D, layer.z, step.force_flush)
@@ -478,8 +477,8 @@ def _plan(layer: Layer, rules: Rules, step: Step, *, window: bool) -> _Plan:
     return _Plan((batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows * tiles)), numbers, constants)
 
 
-def _readable(layer: Layer, step: Step) -> Layer:
-    """The layer, with copies of those tensors that don't lie in memory as the kernel reads them.
+def readable(layer: Layer, step: Step) -> Layer:
+    """The layer, with copies of those tensors that don't lie in memory as the kernels read them.
 
     Raises:
         ValueError: the state doesn't.

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.backends.triton.pointwise import rows_of
+
 MOST_ROWS = 4
 
 
@@ -77,8 +79,7 @@ def few_rows(x: Tensor, weight: Tensor, cut: Cut | None = None) -> Tensor:
         ``[..., N]``.
     """
     num_outputs, num_inputs = weight.shape
-    rows = x.reshape(-1, num_inputs)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = rows_of(x)
     y = x.new_empty(*x.shape[:-1], num_outputs)
     cut = choose_cut(num_outputs, len(rows)) if cut is None else cut
     if len(rows):

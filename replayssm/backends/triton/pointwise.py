@@ -29,7 +29,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if not y.numel():
         return y
     size = gate.shape[-1]
-    gate, up = (_rows(t) for t in (gate, up))
+    gate, up = (rows_of(t) for t in (gate, up))
     grid = (len(gate), triton.cdiv(size, BLOCK))
     _swiglu_kernel[grid](
         gate,
@@ -173,7 +173,7 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
     """``x·sigmoid(gate)``, ``[..., H·d]``, for x ``[..., H·d]`` and gate ``[..., H, d]``, both of one dtype."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel():
-        rows, size, dim = _rows(x), x.shape[-1], gate.shape[-1]
+        rows, size, dim = rows_of(x), x.shape[-1], gate.shape[-1]
         gate = gate.reshape(-1, *gate.shape[-2:])
         gate = gate if gate.stride(2) == 1 else gate.contiguous()
         strides = (rows.stride(0), gate.stride(0), gate.stride(1))
@@ -182,7 +182,7 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
     return y
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """``[rows, D]``, the elements of a row one behind the other."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()

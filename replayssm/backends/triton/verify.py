@@ -25,7 +25,7 @@ from torch import Tensor
 
 from replayssm.backends.step import Layer, Rules, Step, Window
 from replayssm.backends.triton import decode
-from replayssm.backends.triton.decode import check_dense, fuses
+from replayssm.backends.triton.decode import fuses
 from replayssm.backends.triton.gates import gate, sigmoid
 from replayssm.recurrence import NORM_EPS
 
@@ -461,38 +461,14 @@ def record_block(ring_rows: int) -> int:
     return max(16, triton.next_power_of_2(ring_rows))
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    rate: Tensor,
-    bias: Tensor | None,
-    step: Step,
-    window: Window,
-    *,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    scale: float = 1.0,
-    beta_scale: float = 1.0,
-    lower_bound: float | None = None,
-    l2_norm: bool = False,
-    softplus: bool = True,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-) -> Tensor:
-    """Run the kernels on the tensors of any of the layers; the rule is the delta rule where b is given."""
+def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tensor:
+    """A window of any layer."""
     assert step.checkpoint_slot is not None
-    check_dense(checkpoint=step.checkpoint, ring_u=step.ring_u, ring_k=step.ring_k, ring_g=step.ring_g)
-    vectors = {"write_pos": step.write_pos, "checkpoint_slot": step.checkpoint_slot, "slots": step.slots}
-    check_dense(**{name: tensor[None] for name, tensor in vectors.items()})
+    layer = decode.readable(layer, step)
+    q, k, v, a, b, rate, bias, D, z = layer
     batch, tokens, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[2:]
-    channel = a.dim() == 4
-    q, k, v, z, a = (  # type: ignore[assignment]
-        t if t is None or t.stride(-1) == 1 or (t is a and not channel) else t.contiguous() for t in (q, k, v, z, a)
-    )
-    rate, bias = (None if t is None else t.contiguous() for t in (rate, bias))  # type: ignore[assignment]
+    channel = layer.channel
     num_tokens = window.num_tokens.contiguous()
     parents = window.parents if window.parents is None or window.parents.stride(1) == 1 else window.parents.contiguous()
     if not batch or not tokens:
@@ -501,24 +477,22 @@ def _launch(
     contract = fuses(head_v_dim, head_k_dim)
     b_or_a = a if b is None else b
     z_or_v = v if z is None else z
-    bound = 0.0 if lower_bound is None else lower_bound
+    bounds = (rules.lower_bound or 0.0, rules.dt_min, rules.dt_max)
     flags: dict[str, Any] = {
         "GROUP": num_v_heads // num_k_heads,
         "HEAD_K_DIM": head_k_dim,
         "RING_ROWS": step.ring_u.shape[2],
         "CHANNEL_GATE": channel,
         "DELTA_RULE": b is not None,
-        "BOUNDED": lower_bound is not None,
-        "SOFTPLUS": softplus,
+        "BOUNDED": rules.lower_bound is not None,
+        "SOFTPLUS": rules.softplus,
         "HAS_BIAS": bias is not None,
         "BLOCK_T": cut.tokens,
     }
     if tokens == 1:  # a decode step but for what a full ring does
-        tokens_of = (q, k, v, a, b)
-        first = (None if x is None else x[:, 0] for x in tokens_of)
-        layer = Layer(*first, rate, bias, D, None if z is None else z[:, 0])  # type: ignore[arg-type, call-arg]
-        rules = Rules(scale, beta_scale, l2_norm, lower_bound, softplus, *dt_limit)
-        y = decode.decode_step(layer, rules, step, num_tokens).unsqueeze(1)
+        b, z = (None if x is None else x[:, 0] for x in (b, z))
+        token = Layer(q[:, 0], k[:, 0], v[:, 0], a[:, 0], b, rate, bias, D, z)
+        y = decode.decode_step(token, rules, step, num_tokens).unsqueeze(1)
     else:
         y = torch.empty((batch, tokens, num_v_heads, head_v_dim), dtype=v.dtype, device=v.device)
         _verify_kernel[(batch, num_v_heads, triton.cdiv(head_v_dim, cut.rows))](
@@ -541,10 +515,9 @@ def _launch(
             step.slots,
             num_tokens,
             num_tokens if parents is None else parents,
-            scale,
-            beta_scale,
-            bound,
-            *dt_limit,
+            rules.scale,
+            rules.beta_scale,
+            *bounds,
             tokens,
             *q.stride()[:3],
             *k.stride()[:3],
@@ -557,7 +530,7 @@ def _launch(
             *(t.stride(0) for t in (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)),
             NUM_V_HEADS=num_v_heads,
             HEAD_V_DIM=head_v_dim,
-            L2_NORM=l2_norm,
+            L2_NORM=rules.l2_norm,
             HAS_D=D is not None,
             HAS_Z=z is not None,
             TREE=parents is not None,
@@ -584,8 +557,7 @@ def _launch(
         step.write_pos,
         step.slots,
         num_tokens,
-        bound,
-        *dt_limit,
+        *bounds,
         *k.stride()[:3],
         *a.stride()[:3],
         step.ring_k.stride(0),
@@ -596,62 +568,3 @@ def _launch(
         **flags,
     )
     return y
-
-
-def gdn_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-    window: Window,
-) -> Tensor:
-    """Gated DeltaNet, a window; see :func:`replayssm.ops.gdn_verify`."""
-    numbers: dict[str, Any] = {"scale": scale, "beta_scale": beta_scale, "l2_norm": qk_l2norm}
-    return _launch(q, k, v, a, b, A_log, dt_bias, step, window, **numbers)
-
-
-def kda_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    beta_scale: float,
-    scale: float,
-    qk_l2norm: bool,
-    step: Step,
-    window: Window,
-) -> Tensor:
-    """Kimi Delta Attention, a window; see :func:`replayssm.ops.kda_verify`."""
-    numbers: dict[str, Any] = {"scale": scale, "beta_scale": beta_scale, "l2_norm": qk_l2norm}
-    return _launch(q, k, v, a, b, A_log, dt_bias, step, window, lower_bound=lower_bound, **numbers)
-
-
-def mamba2_verify(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    step: Step,
-    window: Window,
-) -> Tensor:
-    """Mamba-2, a window; see :func:`replayssm.ops.mamba2_verify`."""
-    limit = (dt_min, dt_max)
-    return _launch(C, B, x, dt, None, A, dt_bias, step, window, D=D, z=z, softplus=dt_softplus, dt_limit=limit)

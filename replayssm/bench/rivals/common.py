@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,37 @@ def rows_of(tensor: Tensor, workload: Workload, first_slot: int = 0) -> Callable
 def behind_padding(tensor: Tensor) -> Tensor:
     """The same slots, one further: where slot 0 marks a padding row, it is nobody's."""
     return torch.cat([torch.zeros_like(tensor[:1]), tensor])
+
+
+def grown(ring: Tensor, rows: int) -> Tensor:
+    """The ring ``[N, H, R, ...]`` with as many rows as are wanted, the new ones 0."""
+    result = ring.new_zeros(*ring.shape[:2], rows, *ring.shape[3:])
+    result[:, :, : ring.shape[2]] = ring
+    return result
+
+
+def window_starts(workload: Workload) -> Tensor:
+    """``[B + 1]``, where each row's tokens begin in the packed inputs."""
+    return torch.arange(workload.batch + 1, device=workload.device, dtype=torch.int32) * workload.window
+
+
+def all_accepted(workload: Workload) -> Tensor:
+    """``[B]``, how many tokens of each window are kept."""
+    return torch.full((workload.batch,), workload.window, device=workload.device, dtype=torch.int32)
+
+
+def launches(launch: dict[str, Any], tried: Mapping[str, dict[str, Any]]) -> dict[str, Setting]:
+    """Launch settings that are arguments of the calls: those of the one that is tried stand in ``launch``."""
+
+    @contextmanager
+    def taken(arguments: dict[str, Any]) -> Iterator[None]:
+        launch.update(arguments)
+        try:
+            yield
+        finally:
+            launch.clear()
+
+    return {name: partial(taken, arguments) for name, arguments in tried.items()}
 
 
 def tiles(override: Callable[[tuple[int, int]], Any], tiles: tuple[tuple[int, int], ...]) -> dict[str, Setting]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm.bench.contenders import Prepared, Records
-from replayssm.bench.rivals.common import Offers, Rival, behind_padding, rows_of
+from replayssm.bench.rivals.common import Offers, Rival, behind_padding, launches, rows_of
 from replayssm.bench.rivals.loading import load
 from replayssm.bench.rivals.projects import FLA, SGLANG, VLLM_FORK
 from replayssm.bench.workload import Workload
@@ -37,15 +36,23 @@ def delta_arguments(workload: Workload) -> dict[str, Any]:
     }
 
 
-def delta_ring(workload: Workload) -> dict[str, Tensor]:
+def delta_ring(records: Records, dtype: torch.dtype) -> dict[str, Tensor]:
     """Rings with normalised keys. The kernels take any dtype: 16-bit records are their faster choice."""
-    u, k, g = workload.records()
-    dtype = workload.activation_dtype
+    u, k, g = records
     return {"d_cache": u.to(dtype), "k_cache": k.to(dtype), "g_cache": g}
 
 
-#: Launches that are tried beside a ring kernel's own, which is one warp for tiles of 64 rows.
-RING_LAUNCHES: tuple[dict[str, int], ...] = ({"num_warps": 2}, {"block_v": 32})
+def delta_records(ring: dict[str, Tensor], workload: Workload, first_slot: int = 0) -> Callable[[int, Tensor], Records]:
+    u, k, g = (rows_of(ring[name], workload, first_slot) for name in ("d_cache", "k_cache", "g_cache"))
+    return lambda call, rows: (u(call, rows), k(call, rows), g(call, rows))
+
+
+#: Launches that are tried of a ring kernel: its own is one warp for tiles of 64 rows.
+RING_LAUNCHES: dict[str, dict[str, int]] = {
+    "its own": {},
+    "num_warps 2": {"num_warps": 2},
+    "block_v 32": {"block_v": 32},
+}
 
 
 def delta_steps(
@@ -56,15 +63,7 @@ def delta_steps(
     first_slot: int = 0,
 ) -> Prepared:
     out, cursors = shared["out"], workload.cursors()
-    launch: dict[str, int] = {}
-
-    @contextmanager
-    def launched(arguments: dict[str, int]) -> Iterator[None]:
-        launch.update(arguments)
-        try:
-            yield
-        finally:
-            launch.clear()
+    launch: dict[str, Any] = {}
 
     def step(call: int, slots: Tensor) -> Callable[[], Tensor]:
         own = {"ssm_state_indices": slots, **({"write_pos": cursors[call]} if ring else {})}
@@ -75,17 +74,11 @@ def delta_steps(
 
         return run
 
-    def records(call: int, rows: Tensor) -> Records:
-        slots = first_slot + call * workload.batch + rows
-        u, k, g = (ring[name][slots] for name in ("d_cache", "k_cache", "g_cache"))
-        return u, k, g
-
     steps = [step(call, slots) for call, slots in enumerate(workload.slots() + first_slot)]
     state = rows_of(shared["initial_state"], workload, first_slot)
     if not ring:
         return Prepared(steps, state, None)
-    tried = {", ".join(f"{name} {value}" for name, value in a.items()): partial(launched, a) for a in RING_LAUNCHES}
-    return Prepared(steps, state, records, {"its own": nullcontext, **tried})
+    return Prepared(steps, state, delta_records(ring, workload, first_slot), launches(launch, RING_LAUNCHES))
 
 
 def _sglang_packed(folder: Path, workload: Workload) -> Prepared:
@@ -114,7 +107,7 @@ def _sglang_replay(folder: Path, workload: Workload) -> Prepared:
     name = f"{_SGLANG}.linear.fused_recurrent_linear_replayssm"
     function = load(SGLANG, folder, name).fused_recurrent_linear_replayssm_decode
     shared = delta_arguments(workload) | {"is_kda": workload.kind == "kda"}
-    return delta_steps(function, workload, delta_ring(workload), shared)
+    return delta_steps(function, workload, delta_ring(workload.records(), workload.activation_dtype), shared)
 
 
 def _vllm_gdn_replay(folder: Path, workload: Workload) -> Prepared:
@@ -122,7 +115,8 @@ def _vllm_gdn_replay(folder: Path, workload: Workload) -> Prepared:
     function = load(VLLM_FORK, folder, name).fused_recurrent_gated_delta_rule_replayssm
     shared = delta_arguments(workload)
     shared["initial_state"] = behind_padding(shared["initial_state"])
-    ring = {name: behind_padding(tensor) for name, tensor in delta_ring(workload).items()}
+    ring = delta_ring(workload.records(), workload.activation_dtype)
+    ring = {name: behind_padding(tensor) for name, tensor in ring.items()}
     return delta_steps(function, workload, ring, shared, first_slot=1)
 
 
@@ -163,10 +157,11 @@ def _fla_kda(folder: Path, workload: Workload) -> Prepared:
     shared |= {"use_gate_in_kernel": True, "initial_state": workload.checkpoint()}
     shared["out"] = torch.full_like(shared["v"], float("nan"))
 
-    def step(slots: Tensor) -> Callable[[], Tensor]:
-        return lambda: function(**shared, ssm_state_indices=slots)[0].squeeze(1)
+    def step(slots: Tensor) -> Tensor:
+        y: Tensor = function(**shared, ssm_state_indices=slots)[0]
+        return y.squeeze(1)
 
-    steps = [step(slots) for slots in workload.slots()]
+    steps = [partial(step, slots) for slots in workload.slots()]
     return Prepared(steps, rows_of(shared["initial_state"], workload), None)
 
 

@@ -29,36 +29,59 @@ RELEASE_TILES = ((8, 1, 64, 128, 2), (16, 1, 128, 128, 2), (32, 1, 64, 64, 2), (
 
 def mamba2_arguments(workload: Workload) -> dict[str, Any]:
     """Numbers that a head shares are expanded over its state with stride 0, as vLLM passes them."""
-    x, p, spec = workload.inputs(), workload.parameters(), workload.spec
-    p_dim, n_dim = spec.head_v_dim, spec.head_k_dim
+    x = workload.inputs()
     return {
         "state": workload.checkpoint(),
         "x": x["x"],
-        "dt": x["dt"][..., None].expand(-1, -1, p_dim),
-        "A": p["A"][:, None, None].expand(-1, p_dim, n_dim),
+        "dt": x["dt"][..., None].expand(-1, -1, workload.spec.head_v_dim),
         "B": x["B"],
         "C": x["C"],
-        "D": p["D"][:, None].expand(-1, p_dim),
-        "dt_bias": p["dt_bias"][:, None].expand(-1, p_dim),
+        **per_head(workload),
         "dt_softplus": True,
         "null_block_id": -1,
         "out": torch.full_like(x["x"], float("nan")),
     }
 
 
+def per_head(workload: Workload) -> dict[str, Tensor]:
+    """The parameters, expanded in the same way."""
+    p, (_, d_v, d_k) = workload.parameters(), workload.spec.checkpoint_shape
+    return {
+        "A": p["A"][:, None, None].expand(-1, d_v, d_k),
+        "D": p["D"][:, None].expand(-1, d_v),
+        "dt_bias": p["dt_bias"][:, None].expand(-1, d_v),
+    }
+
+
+def mamba2_ring(workload: Workload) -> dict[str, Tensor]:
+    """Records of x, B and Δ, which follows from the log decay Δ·A."""
+    u, k, g = workload.records()
+    sizes, dtype = g / workload.parameters()["A"][:, None], workload.activation_dtype
+    return {"x_cache": (u / sizes[..., None]).to(dtype), "B_cache": k.to(dtype), "dt_cache": sizes}
+
+
+def mamba2_records(ring: dict[str, Tensor], workload: Workload) -> Callable[[int, Tensor], Records]:
+    rates = workload.parameters()["A"][:, None]
+
+    def records(call: int, rows: Tensor) -> Records:
+        slots = call * workload.batch + rows
+        sizes = ring["dt_cache"][slots]
+        return ring["x_cache"][slots].float() * sizes[..., None], ring["B_cache"][slots], sizes * rates
+
+    return records
+
+
 def _stateless(folder: Path, workload: Workload) -> Prepared:
     module = load(VLLM, folder, f"{_OPS}.mamba_ssm")
     shared = mamba2_arguments(workload)
 
-    def step(slots: Tensor) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            module.selective_state_update(**shared, state_batch_indices=slots)
-            return shared["out"]
-
-        return run
+    def step(slots: Tensor) -> Tensor:
+        module.selective_state_update(**shared, state_batch_indices=slots)
+        out: Tensor = shared["out"]
+        return out
 
     settings = tiles(module.override_ssm_config, STATELESS_TILES)
-    steps = [step(slots) for slots in workload.slots()]
+    steps = [partial(step, slots) for slots in workload.slots()]
     return Prepared(steps, rows_of(shared["state"], workload), None, settings)
 
 
@@ -69,10 +92,8 @@ def _mamba_ssm(folder: Path, workload: Workload) -> Prepared:
     for name in ("null_block_id", "out"):
         del shared[name]
 
-    def step(slots: Tensor) -> Callable[[], Tensor]:
-        return lambda: function(**shared, state_batch_indices=slots)
-
-    return Prepared([step(slots) for slots in workload.slots()], rows_of(shared["state"], workload), None)
+    steps = [partial(function, **shared, state_batch_indices=slots) for slots in workload.slots()]
+    return Prepared(steps, rows_of(shared["state"], workload), None)
 
 
 def _fork_replay(folder: Path, workload: Workload) -> Prepared:
@@ -102,10 +123,7 @@ def _replay(project: Project, folder: Path, workload: Workload, settings: Mappin
     function = getattr(load(project, folder, f"{_OPS}.{_REPLAY}"), _REPLAY)
     shared, cursors, ring_len = mamba2_arguments(workload), workload.cursors(), workload.ring_len
     flush = cursors == ring_len - 1
-    u, k, g = workload.records()
-    step_sizes = g / workload.parameters()["A"][:, None]  # Δ, from the log decay Δ·A
-    dtype = workload.activation_dtype
-    ring = {"x_cache": (u / step_sizes[..., None]).to(dtype), "dt_cache": step_sizes, "B_cache": k.to(dtype)}
+    ring = mamba2_ring(workload)
     scratch = torch.empty(workload.batch, workload.spec.num_k_heads, ring_len, device=workload.device)
     shared |= {**ring, "bc_pre": scratch, "max_cache_len": ring_len}
 
@@ -118,14 +136,8 @@ def _replay(project: Project, folder: Path, workload: Workload, settings: Mappin
 
         return run
 
-    def records(call: int, rows: Tensor) -> Records:
-        slots = call * workload.batch + rows
-        sizes = ring["dt_cache"][slots]
-        u = ring["x_cache"][slots].float() * sizes[..., None]
-        return u, ring["B_cache"][slots], sizes * workload.parameters()["A"][:, None]
-
     steps = [step(call, slots) for call, slots in enumerate(workload.slots())]
-    return Prepared(steps, rows_of(shared["state"], workload), records, settings)
+    return Prepared(steps, rows_of(shared["state"], workload), mamba2_records(ring, workload), settings)
 
 
 OFFERS: Offers = (

@@ -10,25 +10,23 @@ state is read again and stepped through what was accepted. A call is both here, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from replayssm.bench.contenders import Prepared, Records, Setting
-from replayssm.bench.rivals.common import Offers, Rival, rows_of
+from replayssm.bench.contenders import Prepared, Records
+from replayssm.bench.rivals.common import Offers, Rival, all_accepted, launches, rows_of, window_starts
+from replayssm.bench.rivals.delta import RING_LAUNCHES, delta_records, delta_ring
 from replayssm.bench.rivals.loading import load
 from replayssm.bench.rivals.projects import SGLANG
 from replayssm.bench.workload import WindowWorkload, Workload, num_calls
 
 _LINEAR = "sglang.kernels.ops.attention.linear"
-
-#: Launches that are tried beside the project's own, which is one warp for tiles of 64 rows.
-LAUNCHES: tuple[dict[str, int], ...] = ({"num_warps": 2}, {"block_v": 32})
 
 
 @dataclass(frozen=True)
@@ -70,14 +68,13 @@ class ReservedWindows(WindowWorkload):
 
 def _prepare(folder: Path, workload: Workload) -> Prepared:
     module = load(SGLANG, folder, f"{_LINEAR}.gdn_replayssm_spec_decode")
-    x, p, tokens, dtype = workload.inputs(), workload.parameters(), workload.window, workload.activation_dtype
-    states = workload.checkpoint()
-    u, k, g = workload.records()
-    ring = {"d_cache": u.to(dtype), "k_cache": k.to(dtype), "g_cache": g}
-    rest = _low_parts(workload, u, k)
+    x, p, tokens = workload.inputs(), workload.parameters(), workload.window
+    states, drawn = workload.checkpoint(), workload.records()
+    ring = delta_ring(drawn, workload.activation_dtype)
+    rest = _low_parts(workload, drawn, ring)
     cursors, cursors_after = _Cursors(workload, 0), _Cursors(workload, tokens)
     out = torch.full_like(x["v"].flatten(0, 1), float("nan"))
-    launch: dict[str, int] = {}
+    launch: dict[str, Any] = {}
     shared = {
         **{name: x[name].flatten(0, 1) for name in ("q", "k", "v", "a", "b")},
         **p,
@@ -87,7 +84,7 @@ def _prepare(folder: Path, workload: Workload) -> Prepared:
         "rawk_cache": rest[1],
         "beta_cache": None,
         "out": out,
-        "query_start_loc": torch.arange(workload.batch + 1, device=workload.device, dtype=torch.int32) * tokens,
+        "query_start_loc": window_starts(workload),
         **cursors.arguments,
         "max_cache_len": workload.ring_len,
         "max_spec_len": tokens,
@@ -100,7 +97,7 @@ def _prepare(folder: Path, workload: Workload) -> Prepared:
         "d_residual_cache": None if rest[0] is None else rest[0][None],
         "k_residual_cache": None if rest[1] is None else rest[1][None],
         **cursors_after.arguments,
-        "accept_lens": torch.full((workload.batch,), tokens, device=workload.device, dtype=torch.int32),
+        "accept_lens": all_accepted(workload),
     }
 
     def step(call: int, slots: Tensor) -> Callable[[], Tensor]:
@@ -113,33 +110,24 @@ def _prepare(folder: Path, workload: Workload) -> Prepared:
 
         return run
 
-    @contextmanager
-    def launched(arguments: dict[str, int]) -> Iterator[None]:
-        launch.update(arguments)
-        try:
-            yield
-        finally:
-            launch.clear()
+    high = delta_records(ring, workload)
 
     def records(call: int, rows: Tensor) -> Records:
         slots = call * workload.batch + rows
-        parts = [ring["d_cache"][slots].float(), ring["k_cache"][slots].float()]
-        whole = [part if low is None else part + low[slots] for part, low in zip(parts, rest, strict=True)]
-        return whole[0], whole[1], ring["g_cache"][slots]
+        u, k, g = high(call, rows)
+        low_u, low_k = (0 if low is None else low[slots] for low in rest)
+        return u.float() + low_u, k.float() + low_k, g
 
-    tried: dict[str, Setting] = {
-        ", ".join(f"{name} {value}" for name, value in a.items()): partial(launched, a) for a in LAUNCHES
-    }
     steps = [step(call, slots.clone()) for call, slots in enumerate(workload.slots())]
-    return Prepared(steps, rows_of(states, workload), records, {"its own": nullcontext, **tried})
+    return Prepared(steps, rows_of(states, workload), records, launches(launch, RING_LAUNCHES))
 
 
-def _low_parts(workload: Workload, u: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _low_parts(workload: Workload, drawn: Records, ring: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """What the ring's dtype leaves of updates and keys, which is kept beside 16-bit checkpoints."""
     if workload.state_dtype == torch.float32:
         return None, None
-    dtype = workload.activation_dtype
-    return (u - u.to(dtype)).to(dtype), (k - k.to(dtype)).to(dtype)
+    (u, k, _), dtype = drawn, workload.activation_dtype
+    return (u - ring["d_cache"]).to(dtype), (k - ring["k_cache"]).to(dtype)
 
 
 class _Cursors:
@@ -181,7 +169,7 @@ def _fold(folder: Path, workload: Workload) -> Prepared:
         "softplus_beta": 1.0,
         "softplus_threshold": 20.0,
         "initial_state_source": states,
-        "cu_seqlens": torch.arange(workload.batch + 1, device=workload.device, dtype=torch.int32) * tokens,
+        "cu_seqlens": window_starts(workload),
         "use_qk_l2norm_in_kernel": True,
         "is_kda": True,
         "disable_state_update": True,
@@ -191,28 +179,15 @@ def _fold(folder: Path, workload: Workload) -> Prepared:
         "replayssm_g": gates,
         "replayssm_beta": betas,
     }
-    accepted = torch.full((workload.batch,), tokens, device=workload.device, dtype=torch.int32)
+    accepted = all_accepted(workload)
+    sizes = {"max_cache_len": tokens, "num_k_heads": spec.num_k_heads, "null_block_id": -1}
 
-    def step(own: Tensor) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            y = verify(**shared, initial_state_indices=own)
-            commit(
-                states,
-                raw_v,
-                raw_k,
-                gates,
-                betas,
-                own,
-                accepted,
-                max_cache_len=tokens,
-                num_k_heads=spec.num_k_heads,
-                null_block_id=-1,
-            )
-            return y[0].unflatten(0, workload.leading_shape)
+    def step(own: Tensor) -> Tensor:
+        y: Tensor = verify(**shared, initial_state_indices=own)
+        commit(states, raw_v, raw_k, gates, betas, own, accepted, **sizes)
+        return y[0].unflatten(0, workload.leading_shape)
 
-        return run
-
-    return Prepared([step(own.clone()) for own in workload.slots()], rows_of(states, workload), None)
+    return Prepared([partial(step, own.clone()) for own in workload.slots()], rows_of(states, workload), None)
 
 
 def _fits(workload: Workload) -> bool:

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from replayssm.bench.contenders import Prepared, Records, Setting
-from replayssm.bench.rivals.common import Offers, Rival, tiles
+from replayssm.bench.rivals.common import Offers, Rival, all_accepted, grown, rows_of, tiles, window_starts
+from replayssm.bench.rivals.delta import delta_records, delta_ring
 from replayssm.bench.rivals.loading import load
+from replayssm.bench.rivals.mamba2 import per_head
 from replayssm.bench.rivals.projects import VLLM, VLLM_FORK
 from replayssm.bench.workload import Workload
 
@@ -30,11 +32,6 @@ _MAMBA = "vllm.model_executor.layers.mamba.ops"
 #: Rows of a tile and warps that are tried, beside the project's own choice.
 NATIVE_TILES = ((8, 1), (16, 2))
 REPLAY_TILES = ((32, 1),)
-
-
-def _starts(workload: Workload) -> Tensor:
-    """``[B + 1]``, where each row's tokens begin in the packed inputs."""
-    return torch.arange(workload.batch + 1, device=workload.device, dtype=torch.int32) * workload.window
 
 
 def _of_window(packed: Tensor, workload: Workload) -> Tensor:
@@ -64,8 +61,7 @@ def _gdn_native(folder: Path, workload: Workload) -> Prepared:
     x, p = workload.inputs(), workload.parameters()
     shared = {name: x[name].flatten(0, 1)[None] for name in ("q", "k", "v")}
     shared |= {"a": x["a"].flatten(0, 1), "b": x["b"].flatten(0, 1), "A_log": p["A_log"], "dt_bias": p["dt_bias"]}
-    accepted = torch.full((workload.batch,), workload.window, device=workload.device, dtype=torch.int32)
-    starts = _starts(workload)
+    accepted, starts = all_accepted(workload), window_starts(workload)
 
     def verify(own: Tensor) -> Tensor:
         y, _ = module.fused_sigmoid_gating_delta_rule_update(
@@ -84,11 +80,11 @@ def _gdn_native(folder: Path, workload: Workload) -> Prepared:
 def _mamba2_native(folder: Path, workload: Workload) -> Prepared:
     module = load(VLLM, folder, f"{_MAMBA}.mamba_ssm")
     states, slots = _slots_per_token(workload)
-    x, per_head = {name: t.flatten(0, 1) for name, t in workload.inputs().items()}, _per_head(workload)
+    x = {name: t.flatten(0, 1) for name, t in workload.inputs().items()}
     d_v, out = workload.spec.head_v_dim, torch.full_like(x["x"], float("nan"))
-    shared = {"x": x["x"], "dt": x["dt"][..., None].expand(-1, -1, d_v), "B": x["B"], "C": x["C"], **per_head}
-    accepted = torch.full((workload.batch,), workload.window, device=workload.device, dtype=torch.int32)
-    starts = _starts(workload)
+    shared = {"x": x["x"], "dt": x["dt"][..., None].expand(-1, -1, d_v), "B": x["B"], "C": x["C"]}
+    shared |= per_head(workload)
+    accepted, starts = all_accepted(workload), window_starts(workload)
 
     def verify(own: Tensor) -> Tensor:
         module.selective_state_update(
@@ -103,16 +99,6 @@ def _mamba2_native(folder: Path, workload: Workload) -> Prepared:
         return _of_window(out, workload)
 
     return _native(states, slots, verify, tiles(module.override_ssm_config, NATIVE_TILES))
-
-
-def _per_head(workload: Workload) -> dict[str, Tensor]:
-    """Mamba-2's parameters, expanded over a head's state with stride 0, as vLLM passes them."""
-    p, (_, d_v, d_k) = workload.parameters(), workload.spec.checkpoint_shape
-    return {
-        "A": p["A"][:, None, None].expand(-1, d_v, d_k),
-        "D": p["D"][:, None].expand(-1, d_v),
-        "dt_bias": p["dt_bias"][:, None].expand(-1, d_v),
-    }
 
 
 def _ring_rows(workload: Workload) -> int:
@@ -144,9 +130,8 @@ def _gdn_replay(folder: Path, workload: Workload) -> Prepared:
     module = load(VLLM_FORK, folder, f"{_FLA}.gdn_replayssm_spec_decode")
     config = load(VLLM_FORK, folder, f"{_MAMBA}.replayssm_config")
     x, p, tokens = workload.inputs(), workload.parameters(), workload.window
-    states, rows, dtype = workload.checkpoint(), _ring_rows(workload), workload.activation_dtype
-    u, k, g = workload.records()
-    ring = {name: _grown(t, rows) for name, t in (("d_cache", u.to(dtype)), ("k_cache", k.to(dtype)), ("g_cache", g))}
+    states, ring = workload.checkpoint(), delta_ring(workload.records(), workload.activation_dtype)
+    ring = {name: grown(t, _ring_rows(workload)) for name, t in ring.items()}
     mixed = torch.cat([x[name].flatten(2) for name in ("q", "k", "v")], dim=2).flatten(0, 1)
     out = torch.full_like(x["v"].flatten(0, 1), float("nan"))
     shared = {
@@ -158,7 +143,7 @@ def _gdn_replay(folder: Path, workload: Workload) -> Prepared:
         "checkpoint_state": states,
         **ring,
         "out": out,
-        "query_start_loc": _starts(workload),
+        "query_start_loc": window_starts(workload),
         **_cursors(workload),
         "cache_base": torch.zeros(workload.num_slots, device=workload.device, dtype=torch.int32),
         "max_cache_len": workload.ring_len + tokens,
@@ -170,20 +155,9 @@ def _gdn_replay(folder: Path, workload: Workload) -> Prepared:
         module.gdn_replayssm_spec_decode(**shared, ssm_state_indices=slots)
         return _of_window(out, workload)
 
-    def records(call: int, rows: Tensor) -> Records:
-        slots = call * workload.batch + rows
-        return ring["d_cache"][slots], ring["k_cache"][slots], ring["g_cache"][slots]
-
     steps = [partial(verify, slots.clone()) for slots in workload.slots()]
     settings = _replay_settings(config, ("gdn_spec_verify", "gdn_spec_flush"), max_spec_len=tokens)
-    return Prepared(steps, lambda call, rows: states[call * workload.batch + rows], records, settings)
-
-
-def _grown(ring: Tensor, rows: int) -> Tensor:
-    """The ring ``[N, H, R, ...]`` with as many rows as are wanted, the new ones 0."""
-    grown = ring.new_zeros(*ring.shape[:2], rows, *ring.shape[3:])
-    grown[:, :, : ring.shape[2]] = ring
-    return grown
+    return Prepared(steps, rows_of(states, workload), delta_records(ring, workload), settings)
 
 
 def _mamba2_replay(folder: Path, workload: Workload) -> Prepared:
@@ -196,7 +170,7 @@ def _mamba2_replay(folder: Path, workload: Workload) -> Prepared:
     u, k, g = workload.records()
     sizes = g / parameters["A"][:, None]  # Δ, from the log decay Δ·A
     bias = parameters["dt_bias"][:, None]
-    raw = _grown(sizes.expm1().log() - bias, rows)  # it keeps Δ before bias and softplus
+    raw = grown(sizes.expm1().log() - bias, rows)  # it keeps Δ before bias and softplus
     by_row = torch.cat([(t.movedim(2, 1)).flatten(2) for t in (u / sizes[..., None], k)], dim=2).to(dtype)
     ring = by_row.new_zeros(workload.num_slots, rows, by_row.shape[2])
     ring[:, : by_row.shape[1]] = by_row
@@ -211,13 +185,13 @@ def _mamba2_replay(folder: Path, workload: Workload) -> Prepared:
         "dt_spec": x["dt"].flatten(0, 1),
         **_cursors(workload),
         "post_conv_state_pos": torch.zeros(workload.num_slots, device=workload.device, dtype=torch.int32),
-        "query_start_loc": _starts(workload),
+        "query_start_loc": window_starts(workload),
         "max_cache_len": workload.ring_len + tokens,
         "max_spec_len": tokens,
         "d_inner": width,
         "ngroups": groups,
         "dstate": spec.head_k_dim,
-        **_per_head(workload),
+        **per_head(workload),
         "out": out,
         "bc_pre": torch.empty(workload.batch, groups, rows, spec_rows, device=workload.device, dtype=dtype),
         "null_block_id": -1,
@@ -238,7 +212,7 @@ def _mamba2_replay(folder: Path, workload: Workload) -> Prepared:
     steps = [partial(verify, slots.clone()) for slots in workload.slots()]
     shape = {"dstate": spec.head_k_dim, "base_block": workload.ring_len, "max_spec_len": tokens}
     settings = _replay_settings(config, ("mamba2_spec_verify", "mamba2_spec_flush"), **shape)
-    return Prepared(steps, lambda call, rows: states[call * workload.batch + rows], records, settings)
+    return Prepared(steps, rows_of(states, workload), records, settings)
 
 
 OFFERS: Offers = (

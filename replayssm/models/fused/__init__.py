@@ -79,9 +79,10 @@ class FusedModules:
     def __enter__(self) -> FusedModules:
         # Not by setattr, for which torch's modules look through their parameters and submodules.
         for module, forward in self.forwards.items():
-            vars(module)["forward"] = forward
+            vars(module).setdefault("forward", forward)  # whoever gave it one meanwhile comes first
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module in self.forwards:
-            vars(module).pop("forward", None)
+        for module, forward in self.forwards.items():
+            if vars(module).get("forward") is forward:
+                del vars(module)["forward"]

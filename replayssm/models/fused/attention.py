@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replayssm.models.fused.check import Forward, agree, draw, kind, own_forward
+from replayssm.models.fused.check import Forward, agree, by_kind, draw, own_forward
 from replayssm.models.fused.norms import find_form
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "scaling", "config", "layer_idx")
@@ -21,15 +21,12 @@ _CACHES = ("cache", "past_key_values")  # what transformers calls it, since 5.24
 
 def fused_attention(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Forward]]:
     """Each such module, with a forward of ours."""
-    forms: dict[Any, Any] = {}
-    for module in model.modules():
-        if own_forward(module) is None or not all(hasattr(module, name) for name in _PARTS):
-            continue
-        key = kind(module)
-        if key not in forms:
-            forms[key] = _form(module, dtype)
-        if forms[key] is not None:
-            yield module, _forward(module, forms[key])
+    for module, form in by_kind(filter(_may_be, model.modules()), lambda module: _form(module, dtype)):
+        yield module, _forward(module, form)
+
+
+def _may_be(module: nn.Module) -> bool:
+    return own_forward(module) is not None and all(hasattr(module, name) for name in _PARTS)
 
 
 def _form(module: Any, dtype: torch.dtype) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Forward = Callable[..., Any]
+Found = TypeVar("Found")
 
 
 def own_forward(module: nn.Module) -> Forward | None:
@@ -37,6 +38,17 @@ def kind(module: nn.Module) -> Hashable:
     """Modules of one kind compute the same with different weights, so that one check does for all."""
     parts = tuple((type(part), _numbers(part)) for part in module.modules())
     return parts, tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters())
+
+
+def by_kind(modules: Iterable[nn.Module], check: Callable[[nn.Module], Found]) -> Iterator[tuple[nn.Module, Found]]:
+    """Modules with what a check found of their kind, without those of a kind of which it found nothing."""
+    found: dict[Hashable, Found] = {}
+    for module in modules:
+        key = kind(module)
+        if key not in found:
+            found[key] = check(module)
+        if found[key]:
+            yield module, found[key]
 
 
 def _numbers(module: nn.Module) -> Hashable:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replayssm.models.fused.check import Forward, agree, draw, kind, own_forward
+from replayssm.models.fused.check import Forward, agree, by_kind, draw, own_forward
 from replayssm.models.fused.stream import Stream
 
 LONGEST = 16384  # elements of a line that one program takes
@@ -22,15 +22,8 @@ _GATES: dict[str | None, Callable[[Tensor], Tensor]] = {
 
 def fused_norms(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Forward]]:
     """Each RMS norm of a model whose form was found, with a forward that launches one kernel."""
-    forms: dict[Any, Any] = {}
-    for module in model.modules():
-        if not _may_be(module):
-            continue
-        key = kind(module)
-        if key not in forms:
-            forms[key] = find_form(module, dtype)
-        if forms[key] is not None:
-            yield module, _forward(module, forms[key], dtype)
+    for module, form in by_kind(filter(_may_be, model.modules()), lambda module: find_form(module, dtype)):
+        yield module, _forward(module, form, dtype)
 
 
 def _may_be(module: nn.Module) -> bool:

@@ -8,33 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replayssm.models.fused.check import Forward, agree, draw, kind, own_forward
+from replayssm.models.fused.check import Forward, agree, by_kind, draw, own_forward
+
+# What such a module has, with two projections, and with one for gate and up together.
+_APART = ("gate_proj", "up_proj", "down_proj", "act_fn")
+_TOGETHER = ("input_linear", "output_linear", "activation")
 
 
 def fused_swiglu(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, Forward]]:
     """Each MLP that computes just that, with a forward of ours."""
-    known: dict[Any, bool] = {}
-    for module in model.modules():
-        forward = None if own_forward(module) is None else _forward(module)
-        if forward is None:
-            continue
-        key = kind(module)
-        if key not in known:
-            known[key] = _is_right(module, forward, dtype)
-        if known[key]:
-            yield module, forward
+    for module, _ in by_kind(filter(_may_be, model.modules()), lambda module: _is_right(module, dtype)):
+        yield module, _forward(module)
 
 
-def _is_right(module: Any, forward: Forward, dtype: torch.dtype) -> bool:
+def _may_be(module: nn.Module) -> bool:
+    return own_forward(module) is not None and (_has(module, _APART) or _has(module, _TOGETHER))
+
+
+def _has(module: nn.Module, names: tuple[str, ...]) -> bool:
+    return all(hasattr(module, name) for name in names)
+
+
+def _is_right(module: Any, dtype: torch.dtype) -> bool:
     weight = next(module.parameters(), None)
     if weight is None or weight.dim() != 2:
         return False
-    x = draw(2, 3, weight.shape[-1], dtype=dtype, device=weight.device)
+    x, forward = draw(2, 3, weight.shape[-1], dtype=dtype, device=weight.device), _forward(module)
     return agree(lambda: [forward(x)], lambda: [module.forward(x)])
 
 
-def _forward(module: Any) -> Forward | None:
-    """What the module may be: with two projections, or with one for gate and up together."""
+def _forward(module: Any) -> Forward:
     from replayssm.backends.triton.pointwise import swiglu
 
     def apart(x: Tensor) -> Tensor:
@@ -43,8 +46,4 @@ def _forward(module: Any) -> Forward | None:
     def together(x: Tensor) -> Tensor:
         return module.output_linear(swiglu(*module.input_linear(x).chunk(2, dim=-1)))
 
-    if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-        return apart
-    if all(hasattr(module, name) for name in ("input_linear", "output_linear", "activation")):
-        return together
-    return None
+    return apart if _has(module, _APART) else together

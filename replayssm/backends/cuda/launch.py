@@ -1,0 +1,172 @@
+"""What the CUDA kernels' launches share: what they take, how they are loaded, and how one is started."""
+
+from __future__ import annotations
+
+from functools import cache
+from struct import Struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from replayssm.backends.cuda import blocks, build, driver
+from replayssm.backends.cuda.windows import Window
+from replayssm.backends.step import Layer, Rules, Step
+
+ALIGNMENT = 16  # bytes, of the bulk copies and vectors
+FLAG_BYTES = {None: 0, torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4}  # of a flag in force_flush
+_LARGEST_STRIDE = 2**31 - 1
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", None: "none"}
+_FILES = {"replayssm_decode": build.SOURCES, "replayssm_verify": build.VERIFY}
+
+_arguments = driver.Arguments()
+
+
+class Plan(NamedTuple):
+    """How to run a call of one look; without a launch, why there is none."""
+
+    launch: driver.Launch | None
+    blocks: int = 0
+    rest: bytes = b""  # of the arguments, behind the addresses
+    missing: str = ""
+
+
+def start(plan: Plan, arguments: Struct, addresses: list[int], device: torch.device) -> None:
+    """Launch on PyTorch's current stream of a device.
+
+    Args:
+        plan: it has a launch.
+        arguments: how addresses and rest lie.
+        addresses: of the tensors, 0 for those that aren't there.
+        device: theirs.
+    """
+    arguments.pack_into(_arguments.bytes, 0, *addresses, plan.rest)
+    assert plan.launch is not None
+    if is_current(device):
+        plan.launch(plan.blocks, current_stream(device), _arguments)
+        return
+    with torch.cuda.device(device):
+        plan.launch(plan.blocks, current_stream(device), _arguments)
+
+
+def current_stream(device: torch.device) -> int:
+    """Its handle. (`torch.cuda.current_stream` makes an object first: ten times as long.)"""
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether launches go to this device."""
+    return torch._C._cuda_getDevice() == device.index
+
+
+def are_aligned(addresses: list[int]) -> bool:
+    """Whether output, checkpoints and rings, behind a layer's nine tensors, begin where bulk copies and vectors may."""
+    return not (addresses[9] | addresses[10] | addresses[11] | addresses[12] | addresses[13]) % ALIGNMENT
+
+
+def unsupported(layer: Layer, step: Step, strides: tuple[int, ...]) -> str | None:
+    """None if the kernels take tensors that lie in memory as these do, else why not.
+
+    Args:
+        layer: see there.
+        step: see there.
+        strides: all that a kernel is given.
+    """
+    state = (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)
+    if not all(x[:1].is_contiguous() for x in state):
+        return "a slot's elements don't follow each other"
+    if any(x.stride(0) * x.element_size() % ALIGNMENT for x in (state if layer.channel else state[:3])):
+        return f"slots don't begin at multiples of {ALIGNMENT} bytes"
+    if step.ring_k.dtype != layer.k.dtype:
+        return "the ring's keys have another dtype than the activations"
+    lines = [layer.q, layer.k, layer.v, layer.z, layer.a if layer.channel else None]
+    if any(x is not None and x.stride(-1) != 1 for x in lines):
+        return "the elements of a head don't follow each other"
+    whole = (layer.rate, layer.bias, step.write_pos, step.checkpoint_slot, step.slots, step.force_flush, step.out)
+    if not all(x is None or x.is_contiguous() for x in whole):
+        return "parameters, cursors, slots or outputs don't follow each other"
+    if step.force_flush is not None and step.force_flush.dtype not in FLAG_BYTES:
+        return f"force_flush has dtype {step.force_flush.dtype}"
+    return "a stride is too large" if max(strides) > _LARGEST_STRIDE else None
+
+
+def strides_of(layer: Layer, step: Step, *more: int) -> tuple[int, ...]:
+    """The strides that a kernel is given, of tokens and rows first; ``more`` before those of slots."""
+    q, k, v, a, b, _, _, D, z = layer
+    leading = v.dim() - 1
+    given = [(0,) * leading if x is None else x.stride()[:leading] for x in (q, k, v, a, b, z)]
+    skip = (0, 0) if D is None else (D.stride(0), 0 if D.dim() == 1 else D.stride(1))
+    slots = (x.stride(0) for x in (step.checkpoint, step.ring_u, step.ring_k, step.ring_g))
+    return (*(stride for strides in given for stride in strides), *skip, *more, *slots)
+
+
+def shape_of(layer: Layer, step: Step) -> blocks.Shape:
+    """What of a layer and its state decides which kernel runs."""
+    _, num_v_heads, head_v_dim, head_k_dim = step.checkpoint.shape
+    num_k_heads, ring_rows = step.ring_k.shape[1:3]
+    heads = (num_v_heads // num_k_heads, num_v_heads)
+    dtypes = (step.checkpoint.dtype, step.ring_u.dtype)
+    return blocks.Shape(layer.channel, layer.b is not None, head_v_dim, head_k_dim, *heads, ring_rows, *dtypes)
+
+
+def types_of(layer: Layer, step: Step) -> dict[str, str]:
+    """The types of the tensors, as the sources name both."""
+    tensors = {"C": step.checkpoint, "X": layer.v, "U": step.ring_u, "A": layer.a, "B": layer.b}
+    tensors |= {"RATE": layer.rate, "BIAS": layer.bias, "D": layer.D, "Z": layer.z}
+    return {name: TYPES[None if x is None else x.dtype] for name, x in tensors.items()}
+
+
+def numbers_of(rules: Rules) -> tuple[float, ...]:
+    """A layer's numbers in the order of the kernels' arguments."""
+    return rules.scale, rules.beta_scale, rules.lower_bound or 0.0, rules.dt_min, rules.dt_max
+
+
+def looks_of(*tensors: Tensor | None) -> list[Any]:
+    """What of tensors decides how to run, but for their shapes."""
+    given: list[Any] = []
+    for x in tensors:
+        given += (None,) if x is None else (x.dtype, x.stride())
+    return given
+
+
+class Properties(NamedTuple):
+    """What of a GPU decides about kernels."""
+
+    multiprocessors: int
+    shared_bytes: int  # that one block may have
+    architecture: str
+    name: str = ""  # under which its measured settings are kept
+
+
+@cache
+def properties(device: torch.device) -> Properties:
+    """Look at a GPU."""
+    found = torch.cuda.get_device_properties(device)
+    architecture = f"sm_{found.major}{found.minor}{'a' if found.minor == 0 and found.major >= 9 else ''}"
+    return Properties(found.multi_processor_count, driver.most_shared_bytes(device.index), architecture, found.name)
+
+
+@cache
+def kernel(
+    macros: tuple[tuple[str, str], ...],
+    cut: blocks.Block | Window,
+    shape: blocks.Shape,
+    activations: torch.dtype,
+    device: torch.device,
+    name: str,
+) -> driver.Launch:
+    """One kernel, compiled if need be, on one device.
+
+    Raises:
+        BuildError: it can't be had.
+    """
+    code = build.machine_code(dict(macros), properties(device).architecture, _FILES[name])
+    return driver.load(code, name, device.index, cut.threads, cut.shared_bytes(shape, activations))
+
+
+def triton() -> Any:
+    """The backend that takes what has no kernel here."""
+    from replayssm.backends import triton
+
+    return triton
