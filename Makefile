@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 GPU_PYTHON := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 # Most of their time is Triton compiling kernels, which the workers share through its cache. What inductor compiles runs in a
 # process of its own: its processes keep a worker's pipes open, and pytest would wait for them at the end.
-GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 8')
+GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n 12 --dist worksteal')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-fast test-thorough test-load test-oldest test-gpu test-sanitizer lint format bench venv clean

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import replayssm
-from replayssm import bundled
+from replayssm import bundled, ops
 from replayssm.models import ReplayCache, last_cache
 from replayssm.models.fallback import without_gpu_kernels
 from replayssm.models.support import find_adapters
@@ -133,11 +133,15 @@ def test_tokens_on_a_gpu_equal_the_cpus(name: str, launcher: Launcher) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("name", NAMES)
-def test_generate_on_a_gpu_equals_the_cpus(name: str) -> None:
-    model = replayssm.enable(model_on(name, "cuda"))
+def test_generate_on_a_gpu_equals_the_cpus(name: str, backend: str) -> None:
+    reason = ops.unavailable_reason(backend, "cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    model = replayssm.enable(model_on(name, "cuda"), backend=backend)
     assert torch.equal(generate(model, TOKENS), tokens_of_transformers_on_a_cpu(name))
-    assert last_cache(model).pool.backend == "triton"
+    assert last_cache(model).pool.backend == backend
 
 
 @pytest.mark.gpu

@@ -282,10 +282,12 @@ class FalconH1Mamba2(Mamba2):
 
 def side_by_side(*parts: Tensor) -> Tensor:
     """Parts ``[..., D_i]`` as one ``[..., Σ D_i]``; of parts of one product that lie so already, no copy."""
+    if torch.compiler.is_compiling():  # which sees no storage
+        return torch.cat(parts, dim=-1)
     first, at = parts[0], parts[0].storage_offset()
     for part in parts:
         together = part._base is not None and part._base is first._base and part.stride() == first.stride()
-        if torch.compiler.is_compiling() or not together or part.storage_offset() != at:
+        if not together or part.storage_offset() != at:
             return torch.cat(parts, dim=-1)
         at += part.shape[-1]
     width = sum(part.shape[-1] for part in parts)

@@ -69,6 +69,15 @@ def _product(a, b, total, TF32: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
+def _sum_along_rows(x):
+    """Of each row, in pairs: ``tl.sum`` adds as the lanes hold a row, which the inputs' alignment decides."""
+    if x.shape[1] == 1:
+        return tl.reshape(x, [x.shape[0]])
+    else:  # noqa: RET505 (the compiler would go on here)
+        return _sum_along_rows(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2))
+
+
+@triton.jit
 def _path(row, column, count, parents_at, TREE: tl.constexpr):
     """Whether the token of a row is on the path to the token of a column, which is included."""
     path = row[:, None] <= column[None, :]
@@ -260,7 +269,7 @@ def _verify_kernel(
             for back in range(count):  # what lies behind token j on the path to i
                 j = count - 1 - back
                 key = tl.load(k_at + j.to(tl.int64) * k_token + dim_k, mask=is_k, other=0.0).to(tl.float32)
-                with_j = tl.sum(x * tl.exp(behind) * key[None, :], axis=1)
+                with_j = _sum_along_rows(x * tl.exp(behind) * key[None, :])
                 weight = tl.where((column == j + QUERIES)[:, None] & path, weight + with_j[None, :], weight)
                 g_j = tl.sum(tl.where((node == j)[:, None], g, 0.0), axis=0)
                 if TREE:
@@ -290,7 +299,7 @@ def _verify_kernel(
     v = tl.load(v_at, mask=is_u, other=0.0).to(tl.float32)
     norm = tl.full([COLUMNS], 1.0, tl.float32)
     if L2_NORM:
-        norm = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) + EPS)
+        norm = 1.0 / tl.sqrt_rn(_sum_along_rows(squares) + EPS)
     if DELTA_RULE:
         b = tl.load(b_ptr + row * b_row + head * b_head + wide * b_token, mask=used, other=0.0)
         factor = beta_scale * sigmoid(b.to(tl.float32)) * norm
@@ -474,7 +483,7 @@ def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tenso
     if not batch or not tokens:
         return v.new_empty(v.shape)
     cut = window_tiling(tokens, head_v_dim, step.ring_u.shape[2], channel, step.checkpoint.element_size())
-    contract = fuses(head_v_dim, head_k_dim)
+    contract, padded = fuses(head_v_dim, head_k_dim), triton.next_power_of_2(head_k_dim)
     b_or_a = a if b is None else b
     z_or_v = v if z is None else z
     bounds = (rules.lower_bound or 0.0, rules.dt_min, rules.dt_max)
@@ -562,8 +571,8 @@ def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tenso
         *a.stride()[:3],
         step.ring_k.stride(0),
         step.ring_g.stride(0),
-        BLOCK_K=triton.next_power_of_2(head_k_dim),
-        num_warps=max(1, min(4, cut.tokens * head_k_dim // 512)),
+        BLOCK_K=padded,
+        num_warps=max(1, min(4, cut.tokens * padded // 512)),
         enable_fp_fusion=contract,
         **flags,
     )
