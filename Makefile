@@ -41,7 +41,7 @@ test-gpu:
 	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu $(GPU_WORKERS) -k "not inductor and not gpu_models" tests
 	OMP_NUM_THREADS=4 $(GPU_PYTHON) -m pytest -m gpu -k "inductor or gpu_models" tests
 
-# memcheck and racecheck of NVIDIA's compute-sanitizer over every Triton kernel.
+# memcheck and racecheck of NVIDIA's compute-sanitizer over the Triton and the CUDA kernels.
 test-sanitizer:
 	@$(GPU_PYTHON) tests/sanitize.py
 

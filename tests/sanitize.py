@@ -1,8 +1,9 @@
-"""Run every Triton kernel under NVIDIA's compute-sanitizer: out-of-bounds accesses (memcheck) and races (racecheck).
+"""Run the kernels under NVIDIA's compute-sanitizer: out-of-bounds accesses (memcheck) and races (racecheck).
 
 `make test-sanitizer` runs it, on a GPU. Each check runs this file once more, with the name of what is to be launched:
-the kernels; and, to show that the tool sees Triton's kernels at all, one that writes behind its tensor (memcheck has
-to fail). Inputs are made on the CPU, and each tensor is an allocation of its own, so that a step beyond it is noticed.
+a backend's kernels for one layer, or the convolution's; and, to show that the tool sees a backend's kernels at all, one
+that reads behind its tensor (memcheck has to fail). Inputs are made on the CPU, and each tensor is an allocation of
+its own, so that a step beyond it is noticed.
 
 racecheck finds one thing that is no fault. Where a tile has fewer elements than a program has threads, Triton gives an
 element to several of them, and in a sum they all write it to the same word of shared memory. So a write after a write
@@ -16,33 +17,65 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product, repeat
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).parent.parent
 TOOL = "compute-sanitizer"
-#: kind, H_k, H_v, d_k, d_v: powers of two, other numbers, and more rows than one program takes
-SHAPES = [
-    ("gdn", 1, 2, 17, 33),
-    ("gdn", 1, 3, 64, 64),
-    ("kda", 2, 2, 20, 70),
-    ("kda_bounded", 1, 1, 64, 64),
-    ("mamba2", 1, 2, 36, 20),
-    ("mamba2", 2, 4, 128, 64),
-]
+#: By backend: kind, H_k, H_v, d_k, d_v. Powers of two, other numbers, and more rows than one program takes.
+SHAPES = {
+    "triton": [
+        ("gdn", 1, 2, 17, 33),
+        ("gdn", 1, 3, 64, 64),
+        ("kda", 2, 2, 20, 70),
+        ("kda_bounded", 1, 1, 64, 64),
+        ("mamba2", 1, 2, 36, 20),
+        ("mamba2", 2, 4, 128, 64),
+    ],
+    "cuda": [("gdn", 1, 2, 128, 128), ("kda_bounded", 2, 2, 64, 64), ("mamba2", 1, 4, 64, 80)],
+}
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+#: The CUDA kernels cut a large batch otherwise, in blocks that take one tile after the other.
+CUTS = {"triton": ["any"], "cuda": ["small", "large"]}
+AT_ONCE = 16  # processes
+
+PARTS = {
+    f"{backend}-{i}": (backend, shape, dtypes, cut)
+    for backend, shapes in SHAPES.items()
+    for i, (shape, dtypes, cut) in enumerate(product(shapes, DTYPES, CUTS[backend]))
+}
 
 
-def launch_kernels() -> None:
-    """Natural and forced flushes, padding rows, odd dimensions, 16-bit tensors; every kernel of the backend."""
+def launch_part(name: str) -> None:
+    """Natural and forced flushes, padding rows, 16-bit tensors, windows: every kernel of a backend for one layer."""
     from oracle import Layer
 
-    for shape in SHAPES:
-        for dtype, state_dtype in DTYPES:
-            run_layer(Layer(*shape, dtype=dtype, device="cuda"), state_dtype)
-            run_rows_operator(Layer(*shape, dtype=dtype, device="cuda"), state_dtype)
-            run_windows(Layer(*shape, dtype=dtype, device="cuda"), state_dtype)
+    backend, shape, (dtype, state_dtype), cut = PARTS[name]
+    if cut == "large":
+        cut_as_a_large_batch()
+    layer = Layer(*shape, dtype=dtype, device="cuda", backend=backend)
+    run_layer(layer, state_dtype)
+    run_rows_operator(layer, state_dtype)
+    run_windows(layer, state_dtype)
+    torch.cuda.synchronize()
+
+
+def cut_as_a_large_batch() -> None:
+    """Take any number of rows for many, and the GPU for one with a single multiprocessor."""
+    from replayssm.backends.cuda import blocks, launch, windows
+
+    for module in (blocks, windows):
+        for name in ("FEW_ROWS", "SOME_ROWS", "MANY_ROWS"):
+            if hasattr(module, name):
+                setattr(module, name, 1)
+    looked = launch.properties
+    launch.properties = lambda device: looked(device)._replace(multiprocessors=1)
+
+
+def launch_convolution() -> None:
     for width in (1, 2, 4):
         run_convolution(width)
     torch.cuda.synchronize()
@@ -51,7 +84,8 @@ def launch_kernels() -> None:
 def run_layer(layer, state_dtype: torch.dtype) -> None:
     from replayssm import ReplayPool
 
-    pool = ReplayPool([layer.spec], 4, ring_len=3, state_dtype=state_dtype, activation_dtype=layer.dtype, device="cuda")
+    settings = {"ring_len": 3, "state_dtype": state_dtype, "activation_dtype": layer.dtype, "backend": layer.backend}
+    pool = ReplayPool([layer.spec], 4, device="cuda", **settings)
     rows = pool.alloc(3)
     for step in range(5):
         slots = pool.slot_tensor([rows[2], -1, rows[step % 2]])
@@ -69,7 +103,7 @@ def run_windows(layer, state_dtype: torch.dtype) -> None:
     from replayssm import ReplayPool
 
     settings = {"ring_len": 6, "max_window": 4, "state_dtype": state_dtype, "activation_dtype": layer.dtype}
-    pool = ReplayPool([layer.spec], 4, device="cuda", **settings)
+    pool = ReplayPool([layer.spec], 4, device="cuda", backend=layer.backend, **settings)
     rows = pool.alloc(3)
     slots = pool.slot_tensor([rows[2], -1, rows[1], rows[0]])
     tree = [torch.tensor([line] * 4, dtype=torch.int32).cuda() for line in ([-1, 0, 0, 2], [0, 2, 3, 3])]
@@ -98,7 +132,7 @@ def run_rows_operator(layer, state_dtype: torch.dtype) -> None:
         "write_pos": torch.tensor([0, 1, 2], dtype=torch.int32).cuda(),
         "slots": torch.tensor([2, -1, 0], dtype=torch.int32).cuda(),
         "out": zeros(3, h_v, d_v, dtype=layer.dtype),
-        "backend": "triton",
+        "backend": layer.backend,
     }
     flush = torch.tensor([False, False, True]).cuda()
     x = layer.draw(3)
@@ -136,32 +170,34 @@ def run_convolution(width: int) -> None:
         ops.accept(*rings, **kept_args, **where, path=path, backend="triton")
 
 
-def launch_planted_error() -> None:
+def launch_planted_error(backend: str) -> None:
     """One decode step whose slot is beyond the pool."""
     from oracle import Layer
 
     from replayssm import ReplayPool
 
-    layer = Layer("gdn", 1, 1, 64, 64, device="cuda")
-    pool = ReplayPool([layer.spec], 1, ring_len=2, device="cuda")
-    slots = torch.tensor([40], dtype=torch.int32).cuda()
+    layer = Layer("gdn", 1, 1, 64, 64, device="cuda", backend=backend)
+    pool = ReplayPool([layer.spec], 1, ring_len=2, device="cuda", backend=backend)
+    slots = torch.tensor([40000], dtype=torch.int32).cuda()
     layer.decode(layer.draw(1), **pool.state_args(0), slots=slots)
     torch.cuda.synchronize()
 
 
-def start(what: str, tool: str | None) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+def run(what: str, tool: str | None) -> tuple[int, str]:
+    """The exit code of what was launched in a process, under a tool or without, and what it wrote."""
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     options = ["--racecheck-report", "hazard", "--print-limit", "0"] if tool == "racecheck" else []
     sanitizer = [] if tool is None else [TOOL, "--tool", tool, *options, "--error-exitcode", "1"]
     command = [*sanitizer, sys.executable, __file__, what]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout
 
 
 def verdict(tool: str, what: str, code: int, output: str) -> tuple[bool, str]:
     """Whether a check went as it should, and what it found."""
     summary = next((line for line in output.splitlines()[::-1] if "SUMMARY" in line), "no summary").strip("= ")
-    if what == "planted":
+    if what.startswith("planted"):
         return "Invalid __global__" in output, "a planted error is found"
     if tool != "racecheck" or code == 0:
         return code == 0, summary
@@ -177,21 +213,34 @@ def main() -> int:
         missing = "torch sees no GPU" if not torch.cuda.is_available() else f"{TOOL} is not on the PATH"
         print(f"make test-sanitizer: {missing} here", file=sys.stderr)
         return 1
-    plain = start("kernels", None)  # compiles the kernels, which the checked runs then find in Triton's cache
-    print(plain.communicate()[0] or "the kernels run", flush=True)
-    checks = [("memcheck", "kernels"), ("racecheck", "kernels"), ("memcheck", "planted")]
-    running = [(tool, what, start(what, tool)) for tool, what in checks]
-    failed = plain.returncode
-    for tool, what, process in running:
-        output = process.communicate()[0]
-        good, found = verdict(tool, what, process.returncode, output)
-        print(f"{'ok    ' if good else 'FAILED'} {tool} of {what}: {found}", flush=True)
-        if not good:
-            failed = 1
-            print(output[-4000:])
+    names = [*PARTS, "convolution"]
+    planted = [("memcheck", f"planted-{backend}") for backend in SHAPES]
+    checks = [*product(("memcheck", "racecheck"), names), *planted]
+    failed = 0
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        # Without a tool first: the checked runs then find the kernels in the caches.
+        for name, (code, output) in zip(names, pool.map(run, names, repeat(None)), strict=True):
+            if code:
+                failed = 1
+                print(f"FAILED {name} without a tool:\n{output[-4000:]}", flush=True)
+        tools, whats = zip(*checks, strict=True)
+        for (tool, what), (code, output) in zip(checks, pool.map(run, whats, tools), strict=True):
+            good, found = verdict(tool, what, code, output)
+            print(f"{'ok    ' if good else 'FAILED'} {tool} of {what}: {found}", flush=True)
+            if not good:
+                failed = 1
+                print(output[-4000:])
     return failed
 
 
+def launch(name: str) -> None:
+    if name == "convolution":
+        launch_convolution()
+    elif name.startswith("planted-"):
+        launch_planted_error(name.removeprefix("planted-"))
+    else:
+        launch_part(name)
+
+
 if __name__ == "__main__":
-    launches = {"kernels": launch_kernels, "planted": launch_planted_error}
-    sys.exit(main() if len(sys.argv) == 1 else launches[sys.argv[1]]())
+    sys.exit(main() if len(sys.argv) == 1 else launch(sys.argv[1]))
