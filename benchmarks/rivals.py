@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
             take_from_wheel(project, options.wheel, options.into)
         else:
             from_wheel(project, options.into)
-    except FetchError as error:
+    except (FetchError, OSError, zipfile.BadZipFile) as error:
         print(f"benchmarks.rivals: {error}", file=sys.stderr)
         return 1
     print(f"{options.project} is in {options.into}")

@@ -81,6 +81,7 @@ class GenerateOptions:
         if self.speculate is None:
             if self.draft_model is not None:
                 raise InputError("draft-model was given without --speculate draft, which it is for")
+            check_drafts_are_used(num_draft=self.num_draft, fixed_draft=self.fixed_draft, tree=self.tree)
             return
         _one_of("speculate", self.speculate, SPECULATE)
         if not self.replay:
@@ -92,14 +93,25 @@ class GenerateOptions:
             )
 
 
-def check_prompt(prompt: str) -> None:
+def check_drafts_are_used(num_draft: int, fixed_draft: bool, tree: int = 1) -> None:
+    """Refuse settings of drafts, other than the defaults, where nothing is drafted."""
+    for name, given, default in (
+        ("num-draft", num_draft, GenerateOptions.num_draft),
+        ("fixed-draft", fixed_draft, GenerateOptions.fixed_draft),
+        ("tree", tree, GenerateOptions.tree),
+    ):
+        if given != default:
+            raise InputError(f"{name} was given without --speculate, which it is for")
+
+
+def check_prompt(prompt: str, what: str = "the prompt") -> None:
     """Refuse a prompt without any character, or with bytes that are no text."""
     if not prompt:
-        raise InputError("the prompt is empty: at least one character is wanted")
+        raise InputError(f"{what} is empty: at least one character is wanted")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"the prompt is not text at character {error.start}: UTF-8 is wanted") from error
+        raise InputError(f"{what} is not text at character {error.start}: UTF-8 is wanted") from error
 
 
 def _at_least(name: str, value: int, least: int) -> None:

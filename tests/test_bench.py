@@ -316,6 +316,9 @@ def test_fetching_takes_the_files_from_a_wheel_and_from_a_checkout(folder, tmp_p
     assert not (into / "sglang" / "__init__.py").exists()
     assert fetch.main(["vllm-fork", "--checkout", str(tmp_path / "nothing"), "--into", str(into)]) == 1
     assert "a checkout of Johnny-Liou/ReplaySSM" in capsys.readouterr().err
+    for wheel, why in ((tmp_path / "nothing", "No such file"), (Path(__file__), "not a zip file")):
+        assert fetch.main(["sglang", "--wheel", str(wheel), "--into", str(into)]) == 1
+        assert why in capsys.readouterr().err
 
 
 # Reports

@@ -260,6 +260,8 @@ def test_a_batch_that_fails_has_its_errors_and_the_others_their_times(small, mon
         (1, None),
         (1, None),
     ]
+    (table,) = e2e_report.tables(rows)
+    assert [line[0] for line in table.lines()] == ["1", "1", "5", "5"]
 
 
 def test_a_batch_for_which_there_are_no_engines_is_left_out(small, monkeypatch):

@@ -274,6 +274,46 @@ def test_triton_without_a_gpu_is_one_line_and_exit_2(replayssm, monkeypatch):
     expect_one_line(replayssm(*args), "backend 'triton' is not available", "GPU", "torch")
 
 
+@pytest.mark.parametrize("command", [("generate", "--prompt", PROMPT), ("chat",), ("serve",)])
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("--backend", "cpu", "--device", "cuda"), "for tensors on a CPU"),
+        (("--model", "kimi_linear-tiny", "--speculate", "mtp"), "a kimi_linear model has no MTP head"),
+        (("--model", "without", "--speculate", "mtp"), "has no MTP weights"),
+    ],
+    ids=["backend", "model type", "weights"],
+)
+def test_what_a_folder_or_machine_lacks_is_told_before_a_model_loads(
+    replayssm, folder, monkeypatch, command, args, part
+):
+    def load(*_):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("replayssm.loading.load_model", load)
+    empty_weights(folder)
+    expect_one_line(replayssm(*command, *(folder if arg == "without" else arg for arg in args)), part)
+
+
+@pytest.mark.parametrize("extra", [(), ("--no-replay",), ("--speculate", "ngram", "--tree", "2")])
+def test_more_tokens_than_the_model_was_made_for_are_refused(replayssm, extra):
+    result = replayssm("generate", "--prompt", "import", "--max-new-tokens", "8187", *extra)
+    expect_one_line(
+        result, f"the prompt has 6 tokens and max-new-tokens is 8187: {NAMES[0]} was made for 8192 together"
+    )
+
+
+def test_a_message_that_cannot_be_answered_is_told_and_the_next_one_is_answered(replayssm, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"caf\udce9\n{'x' * 9000}\nhi\n"))
+    code, out, err = replayssm("chat", "--max-tokens", "4", "--temperature", "0")
+    assert code == 0
+    assert out.count("\n") == 1
+    lost, too_long, answered = err.splitlines()
+    assert lost == "the message is not text at character 3: UTF-8 is wanted"
+    assert too_long.endswith("together at most 8192 fit")
+    assert answered.startswith("4 tokens in")
+
+
 def test_no_prompt_is_one_line_and_exit_2(replayssm):
     expect_one_line(replayssm("generate"), "--prompt")
     expect_one_line(replayssm("generate", "--prompt", ""), "prompt is empty")
@@ -398,12 +438,13 @@ def test_a_file_instead_of_a_folder_is_one_line_and_exit_2(replayssm, folder):
     expect_one_line(replayssm("generate", "--prompt", PROMPT, "--model", folder / "config.json"), "is a file")
 
 
-LATE_BREAK_NAMES = ["no tensors", "other sizes", "no number", "too few layers", "tokenizer", "end of text"]
+LATE_BREAK_NAMES = ["no tensors", "other sizes", "too large", "no number", "too few layers", "tokenizer", "end of text"]
 LATE_BREAKS = [
     (empty_weights, "the weights in"),
-    (lambda f: rewrite_config(f, hidden_size=48), "cannot be loaded"),
-    (lambda f: rewrite_config(f, hidden_size="wide"), "cannot be loaded"),
-    (lambda f: rewrite_config(f, layer_types=["linear_attention"]), "cannot be loaded"),
+    (lambda f: rewrite_config(f, hidden_size=48), "embed_tokens.weight: [272, 192], [272, 48] is wanted"),
+    (lambda f: rewrite_config(f, intermediate_size=10**12), "the model in"),
+    (lambda f: rewrite_config(f, hidden_size="wide"), "the config in"),
+    (lambda f: rewrite_config(f, layer_types=["linear_attention"]), "the config in"),
     (lambda f: (f / "tokenizer.json").write_text('{"version": "1.0"}'), "tokenizer in"),
     (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "end"}'), "eos_token_id"),
 ]

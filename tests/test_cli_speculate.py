@@ -92,6 +92,9 @@ def test_the_longest_draft_fills_a_window():
         (("--speculate", "ngram", "--num-draft", "16"), "num-draft is 16: it must be from 1 to 15"),
         (("--speculate", "ngram", "--tree", "0"), "tree is 0: it must be from 1 (a chain)"),
         (("--speculate", "ngram", "--no-replay"), "speculate and no-replay were both given"),
+        (("--num-draft", "5"), "num-draft was given without --speculate, which it is for"),
+        (("--tree", "2"), "tree was given without --speculate, which it is for"),
+        (("--fixed-draft",), "fixed-draft was given without --speculate, which it is for"),
         (("--model", "kimi_linear-tiny", "--speculate", "mtp"), "has no MTP head"),
     ],
 )

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from replayssm import cli
+from replayssm.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,6 +106,21 @@ def test_every_file_that_the_documents_name_exists():
             assert there or "**planned**" in row, f"{path.name}: {name}"
 
 
+def anchors(path: Path) -> set[str]:
+    """What links may name in a document: its headings, small, with dashes between the words."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_between_the_documents_leads_somewhere():
+    for path in [*DOCUMENTS, ROOT / "training" / "README.md"]:
+        for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", path.read_text()):
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            assert target.exists(), f"{path.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{path.name}: {link}"
+
+
 def test_every_make_target_that_the_documents_name_exists():
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test", "test-gpu", "lint", "bench"} <= targets
@@ -117,13 +135,65 @@ def test_no_fence_is_left_untested():
         assert set(re.findall(r"^```(\w+)$", path.read_text(), re.MULTILINE)) <= known, path.name
 
 
-def test_documented_options_are_those_of_the_command():
-    from replayssm.options import GenerateOptions, LoadOptions
-
+def option_table(section: str) -> dict[str, str]:
+    """What a section of docs/cli.md says of each option, by its name: the default, as it is written there."""
     text = (ROOT / "docs" / "cli.md").read_text()
-    for name in [*GenerateOptions.__dataclass_fields__, *LoadOptions.__dataclass_fields__]:
-        option = "--no-replay" if name == "replay" else f"--{name.replace('_', '-')}"
-        assert f"`{option}" in text, option
+    body = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert body is not None, section
+    table = {}
+    for row in re.findall(r"^\| (`--.*) \|$", body[1], re.MULTILINE):
+        cell, default = (part.strip() for part in row.split("|")[:2])
+        options = re.findall(r"`(--[\w-]+)[^`]*`", cell)
+        defaults = [part.strip() for part in default.split(",")]
+        # A row of several options has a default for each of them, or one text for all.
+        each = defaults if len(options) == len(defaults) else [default] * len(options)
+        table |= dict(zip(options, each, strict=True))
+    return table
+
+
+def options_of(command: str) -> dict[str, Any]:
+    """The options of a command, by the name that the documents use, with their defaults."""
+    found = typer.main.get_command(app)
+    for name in command.split():
+        found = found.commands[name]
+    turned_off = {"compile_first"}  # a flag that is on: what the documents name is its opposite
+    return {
+        (p.secondary_opts if p.name in turned_off else p.opts)[0]: p.default
+        for p in found.params
+        if p.opts[0] != "--help"
+    }
+
+
+SECTIONS = ("generate", "serve", "chat", "tune", "bench decode", "bench e2e")
+
+
+@pytest.mark.parametrize("command", SECTIONS)
+def test_documented_options_are_those_of_the_command(command):
+    documented, real = option_table(command), options_of(command)
+    assert documented.keys() == real.keys()
+    for option, default in real.items():
+        said = documented[option]
+        plain = str(default).removesuffix(".0")
+        assert default in (None, False, True, "") or said in ("", plain), (
+            f"{option} is {default!r} by default: {said!r}"
+        )
+
+
+def test_verify_has_the_options_of_decode_but_for_those_that_are_documented():
+    verify, decode = options_of("bench verify"), options_of("bench decode")
+    others = {name: default for name, default in verify.items() if decode.get(name, ...) != default}
+    assert {name: str(default) for name, default in others.items()} | {"--ring-len": "16"} == option_table(
+        "bench verify"
+    )
+
+
+def test_environment_variables_that_are_read_are_documented():
+    text = (ROOT / "docs" / "cli.md").read_text()
+    ours = r"REPLAYSSM_\w+|XDG_\w+"
+    read = {
+        name for path in (ROOT / "replayssm").rglob("*.py") for name in re.findall(rf'"({ours})"', path.read_text())
+    }
+    assert read == set(re.findall(rf"^\| `({ours})` \|", text, re.MULTILINE))
 
 
 def test_documented_keys_are_those_of_the_json_objects():

@@ -219,6 +219,10 @@ def test_a_higher_priority_overtakes():
     [
         ([], {}, "the prompt has no tokens"),
         ("", {}, "the prompt is empty"),
+        (None, {}, "the prompt is a NoneType: text or token ids are wanted"),
+        (5, {}, "the prompt is a int: text or token ids are wanted"),
+        (b"text", {}, "the prompt is a bytes"),
+        ({1: 2}, {}, "the prompt is a dict"),
         ([1, VOCAB], {}, f"token id {VOCAB}: the model's are from 0 to {VOCAB - 1}"),
         ([1, "2"], {}, "token ids are wanted"),
         ([1] * 300, {"max_tokens": 300}, "together at most 512 fit"),
@@ -231,6 +235,25 @@ def test_what_cannot_be_served_is_refused_before_it_is_queued(prompt, params, me
     with pytest.raises(InputError, match=message):
         engine.add(prompt, SamplingParams(**params))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None,), "model is a NoneType: a bundled model's name, a folder, or a model from load_model is wanted"),
+        ((torch.nn.Linear(1, 1),), "model is a Linear"),
+        ((token_model(), {"max_rows": 1}), "options is a dict: EngineOptions is wanted"),
+        ((token_model(), EngineOptions(), {"device": "cpu"}), "load is a dict: LoadOptions is wanted"),
+    ],
+)
+def test_other_objects_than_an_engine_is_made_of_are_refused(given, message):
+    with pytest.raises(InputError, match=message):
+        Engine(*given)
+
+
+def test_what_is_no_params_is_refused():
+    with pytest.raises(InputError, match="params is a dict: SamplingParams are wanted"):
+        engine_with().add([1], {"n": 2})
 
 
 def test_a_request_as_long_as_the_memory_is_served_and_one_token_more_is_refused():

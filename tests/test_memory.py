@@ -112,7 +112,10 @@ def test_pages_and_slots_are_as_many_as_planned():
         ({"speculate": "magic"}, "speculate is 'magic': it must be one of ngram, mtp"),
         ({"speculate": "ngram", "replay": False}, "speculate was given and replay is False"),
         ({"num_draft": 16}, "num_draft is 16: it must be from 1 to 15"),
-        ({"max_rows": 100, "max_step_tokens": 100}, "max_step_tokens is 100: it must be at least 116"),
+        (
+            {"max_rows": 100, "max_step_tokens": 100},
+            "max_step_tokens is 100: it must be at least 116 for max_rows = 100",
+        ),
         ({"graphs": "no"}, "graphs is 'no': it must be one of auto, True, False"),
         ({"page_size": True}, "page_size is True: a whole number is wanted"),
     ],
@@ -120,6 +123,13 @@ def test_pages_and_slots_are_as_many_as_planned():
 def test_an_option_out_of_its_range_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         EngineOptions(**options)
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 3 * 2**20)
+    options = EngineOptions(memory_bytes=2**60, max_context=2**40, max_rows=1)
+    with pytest.raises(InputError, match=r"1 rows of up to \d+ tokens want [\d,]+ MiB of memory, and 3 MiB are free"):
+        Engine(token_model(), options, runner=TokenRunner)
 
 
 def test_a_runner_that_refuses_is_told_as_the_users_input():

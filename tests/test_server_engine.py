@@ -206,7 +206,7 @@ def test_serve_says_what_to_install_before_a_model_loads(replayssm, nothing_load
         (("--port", "70000"), "port is 70000"),
         (("--port", "x"), "'x' was given, a whole number is wanted"),
         (("--max-body", "much"), "'much' was given, bytes are wanted"),
-        (("--max-body", "0"), "max-body-bytes is 0"),
+        (("--max-body", "0"), "max-body is 0"),
         (("--log-format", "xml"), "log-format is 'xml'"),
         (("--api-key", "two words"), "api-key"),
         (("--host", "203.0.113.9", "--port", "0"), "cannot listen on 203.0.113.9:0"),

@@ -152,6 +152,9 @@ IMPOSSIBLE = {
     "two lengths": (chat(max_tokens=1, max_completion_tokens=2), "max_tokens"),
     "too long": (chat(max_completion_tokens=5000), "max_tokens"),
     "top logprobs alone": (chat(top_logprobs=2), "top_logprobs"),
+    "too many top logprobs": (chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+    "nothing asked": (chat(messages=[{"role": "user"}]), "messages[0].content"),
+    "null asked": (chat(messages=[{"role": "user", "content": None}]), "messages[0].content"),
     "logprobs a number": (chat(logprobs=2), "logprobs"),
     "tool of no name": (chat(tools=[{"type": "function", "function": {}}]), "tools[0]"),
     "tool required": (chat(tool_choice="required"), "tool_choice"),
@@ -421,7 +424,7 @@ def test_prompts_that_wait_to_be_read_are_counted():
 )  # fmt: skip
 def test_an_option_out_of_its_range_is_named_and_a_key_is_not_shown(wrong):
     (name,) = wrong
-    with pytest.raises(InputError, match=name.replace("_", "-").removesuffix("s")) as caught:
+    with pytest.raises(InputError, match=name.replace("_", "-").removesuffix("-bytes").removesuffix("s")) as caught:
         ServerOptions(**wrong)
     assert "schlüssel" not in str(caught.value)
 

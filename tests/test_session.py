@@ -1,6 +1,7 @@
 """Sessions: what is exported goes on with the same tokens elsewhere; what can't be used changes nothing."""
 
 import json
+import os
 import random
 
 import pytest
@@ -141,6 +142,10 @@ def test_export_refuses_what_it_has_not_got(tmp_path):
     with pytest.raises(InputError, match="can't be written to"):
         engine.export_session(name, tmp_path / "no folder" / "session")
     assert list(tmp_path.iterdir()) == []
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="it is a device or a pipe"):
+        engine.export_session(name, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.fixture

@@ -458,6 +458,7 @@ def test_unsupported_models_get_one_clear_sentence(name):
         ({"ring_len": 0}, "ring_len is 0"),
         ({"ring_len": -3}, "ring_len is -3"),
         ({"ring_len": 2.5}, "ring_len is 2.5"),
+        ({"ring_len": 5000}, "ring_len is 5000: it must be from 1 to 4096"),
         ({"state_dtype": torch.int8}, "state_dtype is torch.int8"),
         ({"ring_dtype": "bf16"}, "ring_dtype is 'bf16'"),
         ({"ring_dtype": torch.int8}, "ring_dtype is torch.int8"),
@@ -503,6 +504,8 @@ def test_a_cache_used_wrongly_says_so(models):
         forward(model, ids[:1, :1], cache)
     with pytest.raises(ValueError, match="doesn't record"):
         cache.crop(-1)
+    with pytest.raises(ValueError, match="max_cache_len is 5: this ReplayCache holds 0 tokens, and 6 more don't fit"):
+        forward(model, ids, ReplayCache(model, max_cache_len=5))
     replayssm.disable(model)
     with pytest.raises(ValueError, match="enable the model again"):
         forward(model, ids[:, :1], cache)
@@ -624,6 +627,19 @@ def test_an_interrupted_forward_is_not_continued_in_silence(one_per_kind, tokens
         forward(model, random_ids(1, tokens), cache)
     cache.reset()
     assert torch.equal(forward(model, prompt, cache), expected)
+
+
+def test_a_step_without_room_is_refused_and_changes_nothing(one_per_kind):
+    model, ids = replayssm.enable(one_per_kind), random_ids(2, 6)
+    cache = ReplayCache(model, max_cache_len=7)
+    forward(model, ids, cache)
+    forward(model, ids[:, :1], cache)
+    before = [tensor.clone() for tensor in cache.pool.tensors()]
+    with pytest.raises(ValueError, match="max_cache_len is 7: this ReplayCache holds 7 tokens, and 1 more don't fit"):
+        forward(model, ids[:, :1], cache)
+    for now, then in zip(cache.pool.tensors(), before, strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+    replayssm.disable(model)
 
 
 def test_a_dtype_changed_in_the_middle_of_a_cache_is_refused():

@@ -218,7 +218,7 @@ class Words:
     all_special_ids = (EOS,)
     eos_token_id = EOS
 
-    def __call__(self, text):
+    def __call__(self, text, verbose=True):
         return {"input_ids": [int(word) for word in text.split()]}
 
     def decode(self, tokens, skip_special_tokens=True):

@@ -37,8 +37,7 @@ class LoadTable:
     def lines(self) -> Iterator[list[str]]:
         """Rows of cells. A ratio above 1 says that this line makes more tokens per second."""
         order = {name: place for place, name in enumerate(CONTENDERS)}
-        batches = list(dict.fromkeys(row["batch"] for row in self._rows))
-        for row in sorted(self._rows, key=lambda row: (batches.index(row["batch"]), order[row["contender"]])):
+        for row in sorted(self._rows, key=lambda row: (row["batch"], order[row["contender"]])):
             ratios = [self._ratio(row, name, "tokens_per_s", 2) for name in self._beside]
             first = [self._ratio(row, "no-replay", "ttft_ms", 3)] if self._has_first else []
             setting = ["–" if row["ring_len"] is None else str(row["ring_len"]), row["state_dtype"]]

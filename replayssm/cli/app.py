@@ -1,5 +1,6 @@
 """The `replayssm` command: parses, calls, prints. Bad input exits with 2 and one line on stderr."""
 
+import errno
 import io
 import json
 import os
@@ -15,9 +16,10 @@ import replayssm
 from replayssm import bundled
 from replayssm.cli import bench as bench_commands
 from replayssm.cli.chat import chat
+from replayssm.cli.early import check_backend, check_drafter
 from replayssm.cli.serve import serve
 from replayssm.cli.tune import tune
-from replayssm.cli.values import INTEGER, NUMBER
+from replayssm.cli.values import INTEGER, MODEL, NUMBER
 from replayssm.errors import InputError, one_line
 from replayssm.loading.folder import check_model
 from replayssm.options import (
@@ -31,6 +33,8 @@ from replayssm.options import (
     check_prompt,
 )
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 app = typer.Typer(
     help="Decode hybrid language models from a checkpoint and a short ring of recent updates.",
     add_completion=False,
@@ -38,10 +42,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_commands.app, name="bench")
-app.command()(serve)
-app.command()(chat)
-app.command()(tune)
 
 
 def _version(value: bool) -> None:
@@ -67,7 +67,7 @@ def _root(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue; - reads it from standard input.")],
-    model: Annotated[str | None, typer.Option(help=f"Model folder, or one of {', '.join(bundled.names())}.")] = None,
+    model: Annotated[str | None, MODEL] = None,
     max_new_tokens: Annotated[int, typer.Option(**INTEGER, help="Stop after this many tokens.")] = 128,
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
@@ -124,11 +124,13 @@ def generate(
     if draft_model is not None:
         check_model(draft_model)
 
-    from replayssm.cli.generate import check_backend
+    if options.replay:
+        check_backend(backend, device)
+    check_drafter(name, speculate)
+
     from replayssm.cli.generate import generate as run_generate
     from replayssm.loading import load_model, use_fitting_threads
 
-    check_backend(options, device)
     out = sys.stdout
     with _status(f"loading {name}"):
         loaded = load_model(name, load_options)
@@ -150,6 +152,10 @@ def generate(
         style="dim",
         soft_wrap=True,
     )
+
+
+app.command()(serve)
+app.command()(chat)
 
 
 def _told(result: Any) -> str:
@@ -211,6 +217,10 @@ def demo(
         raise typer.Exit(1)
 
 
+app.command()(tune)
+app.add_typer(bench_commands.app, name="bench")
+
+
 def run(args: Sequence[str] | None = None) -> int:
     """Run the command with `args` (default: the process's own) and return its exit code."""
     args = list(sys.argv[1:] if args is None else args) or ["--help"]
@@ -228,6 +238,8 @@ def run(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL and not debug:
+            return _fail(1, "error", f"what was to be written is lost: {error.strerror}")
         if hasattr(error, "format_message"):  # what typer says about unknown options and values that don't parse
             return _fail(2, "error", error.format_message())
         if debug:

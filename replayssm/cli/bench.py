@@ -16,7 +16,7 @@ from rich.table import Table
 
 from replayssm.cli.bench_e2e import MAX_SECONDS, e2e
 from replayssm.cli.lists import names, numbers, texts
-from replayssm.cli.measuring import check_is_no_folder, measured, said
+from replayssm.cli.measuring import check_output, measured, said
 from replayssm.errors import InputError
 from replayssm.options import DEVICES, MAX_RING_LEN, STATE_DTYPES
 
@@ -241,4 +241,4 @@ def _print(result: dict[str, Any]) -> None:
 def _check_paths(rivals: Path | None, output: Path | None) -> None:
     if rivals is not None and not rivals.is_dir():
         raise InputError(f"rivals is {str(rivals)!r}, which is not a folder: docs/benchmarks.md says how to fill one")
-    check_is_no_folder(output)
+    check_output(output)

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
-from replayssm import bundled
 from replayssm.bench.rows import CONTENDERS, LOADS
 from replayssm.cli.lists import names, numbers
-from replayssm.cli.measuring import check_is_no_folder, measured, said
+from replayssm.cli.measuring import check_output, measured, said
+from replayssm.cli.values import NAMES
 from replayssm.errors import InputError
 from replayssm.loading.folder import check_model
 from replayssm.options import BACKENDS, DEVICES, DTYPES, MAX_DRAFT, MAX_RING_LEN, STATE_DTYPES, LoadOptions
@@ -31,7 +31,10 @@ MAX_SECONDS = 1_000_000
 def e2e(
     model: Annotated[
         str | None,
-        typer.Option(help=f"Model folder, a config's JSON file for random weights, or {', '.join(bundled.names())}."),
+        typer.Option(
+            help=f"Model folder, a config's JSON file for random weights, or one of {', '.join(NAMES)}. "
+            f"[default: {NAMES[0]}]"
+        ),
     ] = None,
     batch: Annotated[str, typer.Option(help="Rows of the filled load, e.g. 1,8,64. [default: by device]")] = "",
     requests: Annotated[str, typer.Option(metavar="INTEGER", help="Requests of the other loads.")] = "8",
@@ -58,7 +61,7 @@ def e2e(
     contender: Annotated[str, typer.Option(help=f"all, or some of {', '.join(CONTENDERS)}.")] = "all",
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
     backend: Annotated[str, typer.Option(help=f"Of the operators: {', '.join(BACKENDS)}.")] = "auto",
-    dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}. [default: by device]")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}; auto goes by the device.")] = "auto",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
     rounds: Annotated[str, typer.Option(metavar="INTEGER", help="Turns of each contender.")] = "3",
     seconds: Annotated[
@@ -89,8 +92,8 @@ def e2e(
     contexts = numbers("context", context, MAX_TOKENS) if context else ()
     limit = _number("seconds", seconds, MAX_SECONDS) if seconds else None
     prompts = _number("prompt-tokens", prompt_tokens, MAX_TOKENS) if prompt_tokens else None
-    check_is_no_folder(output)
-    loaded = _load(model if model is not None else bundled.names()[0], LoadOptions(dtype=dtype, device=device))
+    check_output(output)
+    loaded = _load(model if model is not None else NAMES[0], LoadOptions(dtype=dtype, device=device))
 
     from replayssm.bench.e2e import Options
 
@@ -142,7 +145,7 @@ def _load(model: str, options: LoadOptions) -> LoadedModel:
 
 def _check_context(loaded: LoadedModel, options: Options) -> None:
     """Refuse what the model wasn't made for."""
-    most = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = loaded.max_context
     if most is not None and options.most_tokens > most:
         given = f"prompt-tokens is {options.prompt_tokens}"
         if options.contexts:

@@ -14,12 +14,13 @@ import typer
 from rich.console import Console
 
 from replayssm import bundled
-from replayssm.cli.values import INTEGER, NUMBER
+from replayssm.cli.early import check_backend, check_drafter
+from replayssm.cli.values import INTEGER, MODEL, NUMBER
 from replayssm.engine.options import SPECULATE, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.errors import InputError, one_line
 from replayssm.loading.folder import check_model
-from replayssm.options import DEVICES, DTYPES, LoadOptions
+from replayssm.options import DEVICES, DTYPES, LoadOptions, check_prompt
 
 if TYPE_CHECKING:
     from replayssm.engine import Engine
@@ -29,7 +30,7 @@ Message = dict[str, str]
 
 
 def chat(
-    model: Annotated[str | None, typer.Option(help=f"Model folder, or one of {', '.join(bundled.names())}.")] = None,
+    model: Annotated[str | None, MODEL] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
     max_tokens: Annotated[int, typer.Option(**INTEGER, help="Of an answer, at most.")] = 512,
     temperature: Annotated[float, typer.Option(**NUMBER, help="0 is greedy, above it samples.")] = 0.7,
@@ -58,6 +59,9 @@ def chat(
         raise InputError("messages are to be read from standard input, which is closed")
     name = model if model is not None else bundled.names()[0]
     check_model(name)
+
+    check_backend(backend, device)
+    check_drafter(name, speculate)
 
     from replayssm.engine import Engine
     from replayssm.loading import load_model, use_fitting_threads
@@ -89,9 +93,11 @@ def _converse(engine: Engine, params: SamplingParams, begun: list[Message]) -> N
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
+            check_prompt(text, "the message")
             answer = _answer(engine, params, asked, told)
         except InputError as error:  # most likely, the chat has outgrown the context
-            told.print(f"{one_line(error)}: /new begins a new chat", style="red", markup=False)
+            again = ": /new begins a new chat" if messages != begun else ""
+            told.print(f"{one_line(error)}{again}", style="red", markup=False, soft_wrap=True)
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
 
@@ -155,5 +161,5 @@ def _tokens(tokenizer: Any, messages: list[Message]) -> list[int]:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is code of the model folder, and may raise anything
         raise InputError(f"the model's chat template refuses these messages: {one_line(error)}") from error
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return tokens

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from replayssm import ops
 from replayssm.cli.speculative import Speculation, generate_with_drafts
 from replayssm.cli.upstream import Clock, generate_stepwise
 from replayssm.engine import Engine, EngineOptions, EngineStats, SamplingParams, Update
@@ -106,6 +105,7 @@ def generate(
     params = _sampling(options)
     with quiet_libraries():
         tokens = _encode(loaded, prompt, chat=options.chat)
+        _check_length(loaded, len(tokens), options.max_new_tokens)
         if not options.replay:
             done = _stepwise(loaded, tokens, params, layers, on_text)
         elif options.speculate == "draft" or (options.speculate is not None and options.tree > 1):
@@ -130,16 +130,6 @@ def generate(
         speculation=done.speculation,
         **done.counted,
     )
-
-
-def check_backend(options: GenerateOptions, device: str = "auto") -> None:
-    """Refuse a backend that doesn't run on the device, before a model is loaded for it."""
-    if not options.replay:
-        return
-    try:
-        ops.resolve_backend(options.backend, None if device == "auto" else device)
-    except ValueError as error:
-        raise InputError(one_line(error)) from error
 
 
 def _with_engine(
@@ -277,6 +267,15 @@ def _encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> list[int]:
     if not tokens:
         raise InputError("the prompt has no tokens after tokenization: at least one is wanted")
     return tokens
+
+
+def _check_length(loaded: LoadedModel, prompt: int, new: int) -> None:
+    """Refuse more tokens than the model was made for: it would write nonsense, or read past its tables."""
+    most = loaded.max_context
+    if most is not None and prompt + new > most:
+        raise InputError(
+            f"the prompt has {prompt} tokens and max-new-tokens is {new}: {loaded.name} was made for {most} together"
+        )
 
 
 def _recurrent_layers(model: Any) -> list[LayerSpec]:

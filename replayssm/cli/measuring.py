@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
-from replayssm.errors import InputError
+from replayssm.errors import InputError, one_line
+from replayssm.folders import check_writable
 
 Result = dict[str, Any]
 
@@ -20,10 +21,21 @@ def said() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def check_is_no_folder(output: Path | None) -> None:
-    """Refuse a folder as the file for the result."""
-    if output is not None and output.is_dir():
+def check_output(output: Path | None) -> None:
+    """Refuse a file that can't be written, before minutes are spent on what would go into it."""
+    if output is None:
+        return
+    if output.is_dir():
         raise InputError(f"output is {str(output)!r}, which is a folder: a file is wanted")
+    try:
+        check_writable(output)
+    except OSError as error:
+        raise unwritable(output, error) from error
+
+
+def unwritable(output: Path, error: OSError) -> InputError:
+    why = error.strerror or one_line(error)
+    return InputError(f"{output} can't be written ({why}): name another file with --output")
 
 
 @contextmanager
@@ -39,7 +51,9 @@ def progress(steps: int, first: str, timing: ProgressColumn) -> Iterator[Callabl
         What to call after each step, with what it was.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), timing)
-    with Progress(*columns, console=said(), transient=True) as bar:
+    console = said()
+    # Elsewhere than on a terminal nothing would be shown but an empty line.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(first, total=steps)
         yield lambda done: bar.update(task, advance=1, description=done)
 

@@ -8,11 +8,12 @@ import typer
 from rich.console import Console
 
 from replayssm import bundled
-from replayssm.cli.values import INTEGER, NUMBER, SIZE
+from replayssm.cli.early import check_backend, check_drafter
+from replayssm.cli.values import INTEGER, MODEL, NUMBER, SIZE
 from replayssm.engine.options import SPECULATE, EngineOptions
 from replayssm.errors import InputError
 from replayssm.loading.folder import check_model
-from replayssm.options import BACKENDS, DEVICES, DTYPES, RING_DTYPES, STATE_DTYPES, LoadOptions
+from replayssm.options import BACKENDS, DEVICES, DTYPES, RING_DTYPES, STATE_DTYPES, LoadOptions, check_drafts_are_used
 from replayssm.server.options import LOG_FORMATS, ServerOptions
 
 KEY_VARIABLE = "REPLAYSSM_API_KEY"
@@ -20,7 +21,7 @@ NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prom
 
 
 def serve(
-    model: Annotated[str | None, typer.Option(help=f"Model folder, or one of {', '.join(bundled.names())}.")] = None,
+    model: Annotated[str | None, MODEL] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(**INTEGER, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -70,6 +71,8 @@ def serve(
     """Serve a model over HTTP, in the form of OpenAI's API."""
     if not api_key and KEY_VARIABLE in os.environ:  # a key that was meant and is lost would leave the door open
         raise InputError(f"{KEY_VARIABLE} is empty: a key is wanted, or the variable unset")
+    if speculate is None:
+        check_drafts_are_used(num_draft=num_draft, fixed_draft=fixed_draft)
     options = ServerOptions(
         host=host,
         port=port,
@@ -104,6 +107,8 @@ def serve(
     check_extra()
     name = model if model is not None else bundled.names()[0]
     check_model(name)
+    check_backend(backend, device)
+    check_drafter(name, speculate)
 
     from replayssm.server.logs import configure
     from replayssm.server.run import bind, run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,8 @@ from rich.table import Table
 from replayssm import bundled
 from replayssm.cli.bench import MAX_BATCH
 from replayssm.cli.lists import names, numbers
-from replayssm.cli.measuring import check_is_no_folder, progress, said
-from replayssm.errors import InputError, one_line
+from replayssm.cli.measuring import check_output, progress, said, unwritable
+from replayssm.errors import InputError
 from replayssm.options import MAX_RING_LEN, STATE_DTYPES
 from replayssm.tuned import Tuned, TunedLayer, own_file, save, unparse
 
@@ -59,7 +58,7 @@ def tune(
     (activations,) = names("dtype", dtype, STATE_DTYPES, only_one=True)
     gpu = check_gpu()
     path = output or own_file(gpu)
-    check_writable(path)
+    check_output(path)
     options = make_options(model, batches, state_dtypes, activations, ring_lens)
     tuned = measure(options, gpu, QUICK_REPLAYS if quick else REPLAYS)
     try:
@@ -90,21 +89,6 @@ def check_gpu() -> str:
     if missing is not None:
         raise InputError(f"there is nothing to tune here, only the cuda backend's kernels have settings: {missing}")
     return torch.cuda.get_device_name()
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a place that can't be written before minutes are spent on measuring."""
-    try:
-        check_is_no_folder(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path} can't be written ({one_line(error)}): name another file with --output")
 
 
 def make_options(

@@ -5,6 +5,8 @@ from typing import Any
 
 import typer
 
+from replayssm import bundled
+
 
 def _integer(text: str) -> int:
     try:
@@ -27,6 +29,8 @@ def _size(text: str) -> int:
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
+NAMES = bundled.names()
+MODEL = typer.Option(help=f"Model folder, or one of {', '.join(NAMES)}. [default: {NAMES[0]}]")
 INTEGER: dict[str, Any] = {"parser": _integer, "metavar": "INTEGER"}
 NUMBER: dict[str, Any] = {"parser": _number, "metavar": "NUMBER"}
 SIZE: dict[str, Any] = {"parser": _size, "metavar": "SIZE"}

@@ -55,14 +55,15 @@ class Engine:
 
     def __init__(
         self,
-        model: str | LoadedModel,
+        model: str | Path | LoadedModel,
         options: EngineOptions | None = None,
         load: LoadOptions | None = None,
         *,
         runner: Any = None,
     ) -> None:
-        self.options = options or EngineOptions()
-        self.loaded = load_model(model, load) if isinstance(model, str) else model
+        self.options = options if options is not None else EngineOptions()
+        _check_given(model, self.options, load)
+        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, load)
         parts = build(self.loaded, self.options, runner)
         self.plan = parts.plan
         self.max_context = parts.plan.max_context
@@ -118,6 +119,8 @@ class Engine:
         """A request that was checked, but isn't queued."""
         if self.closed:
             raise EngineClosed("the engine is closed and takes no more requests")
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"params is a {type(params).__name__}: SamplingParams are wanted")
         if params.n > self.options.max_queue:
             raise InputError(f"n is {params.n}: at most max_queue = {self.options.max_queue} samples may wait")
         return self.intake.request(prompt, params, request_id, priority)
@@ -430,3 +433,14 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_given(model: Any, options: Any, load: Any) -> None:
+    """Refuse other objects than the constructor wants, such as a transformers model or a dict of options."""
+    for name, value, kinds, wanted in (
+        ("model", model, (str, Path, LoadedModel), "a bundled model's name, a folder, or a model from load_model"),
+        ("options", options, (EngineOptions,), "EngineOptions"),
+        ("load", load, (LoadOptions, type(None)), "LoadOptions"),
+    ):
+        if not isinstance(value, kinds):
+            raise InputError(f"{name} is a {type(value).__name__}: {wanted} is wanted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from operator import index
 from typing import SupportsIndex
@@ -60,9 +61,11 @@ class Intake:
         if isinstance(prompt, str):
             check_prompt(prompt)
             try:
-                tokens: list[int] = list(self.loaded.tokenizer(prompt)["input_ids"])
+                tokens: list[int] = list(self.loaded.tokenizer(prompt, verbose=False)["input_ids"])
             except Exception as error:  # whatever makes a tokenizer fail, the prompt is the cause
                 raise InputError(f"the prompt can't be tokenized: {one_line(error)}") from error
+        elif isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+            raise InputError(f"the prompt is a {type(prompt).__name__}: text or token ids are wanted")
         else:
             tokens = [self._token(token) for token in prompt]
         if not tokens:

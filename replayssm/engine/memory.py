@@ -137,11 +137,40 @@ def budget_bytes(options: EngineOptions, device: str) -> int:
     """The bytes that the engine may take, once its model is on the device."""
     if options.memory_bytes is not None:
         return options.memory_bytes
+    free = free_bytes(device)
+    return min(CPU_BYTES, int(CPU_SHARE * free)) if device == "cpu" else int(GPU_SHARE * free)
+
+
+def check_free(plan: MemoryPlan, device: str) -> None:
+    """Refuse a plan for more memory than there is, which `memory_bytes` may have asked for.
+
+    Raises:
+        InputError: it says how much is wanted, and how much is free.
+    """
+    free = free_bytes(device) + _kept_bytes(device)
+    if plan.nbytes > free:
+        raise InputError(
+            f"{plan.max_rows} rows of up to {plan.max_context} tokens want {plan.nbytes / MIB:,.0f} MiB of memory, and "
+            f"{free / MIB:,.0f} MiB are free on the {device} device"
+        )
+
+
+def free_bytes(device: str) -> int:
+    """Memory of the device that nobody has taken."""
     if device == "cpu":
-        return min(CPU_BYTES, int(CPU_SHARE * available_bytes()))
+        return available_bytes()
     import torch
 
-    return int(GPU_SHARE * torch.cuda.mem_get_info()[0])
+    return torch.cuda.mem_get_info()[0]
+
+
+def _kept_bytes(device: str) -> int:
+    """Memory of the device that torch keeps for tensors to come."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def available_bytes() -> int:

@@ -95,7 +95,10 @@ class EngineOptions:
         # A step has room for all rows, and for a piece of a prompt.
         piece = self.chunk_tokens if self.batch_invariant else self.page_size
         least = (self.max_rows or 1) * self.max_window + piece
-        _integer("max_step_tokens", self.max_step_tokens, least)
+        _integer("max_step_tokens", self.max_step_tokens, 1)
+        if self.max_step_tokens < least:
+            rows = "" if self.max_rows is None else f" for max_rows = {self.max_rows}"
+            raise InputError(f"max_step_tokens is {self.max_step_tokens}: it must be at least {least}{rows}")
 
     def _check_speculation(self) -> None:
         _integer("num_draft", self.num_draft, 1, MAX_DRAFT)

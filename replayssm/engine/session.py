@@ -23,6 +23,7 @@ from torch import Tensor
 
 from replayssm.engine.params import SamplingParams
 from replayssm.errors import InputError, one_line
+from replayssm.folders import is_special
 from replayssm.loading import LoadedModel
 
 FORMAT = "replayssm-session"
@@ -122,6 +123,9 @@ def save(path: str | Path, session: Session) -> None:
         InputError: the file can't be written.
     """
     path = Path(path)
+    if is_special(path):
+        raise InputError(f"the session can't be written to {path}: a file is wanted, it is a device or a pipe")
+    path = path.resolve()  # where a link leads
     tensors = {"tokens": torch.tensor(session.tokens, dtype=torch.int64), **session.tensors}
     header = session.header.model_copy(update={"checksum": _checksum(session.header, tensors)})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -9,7 +9,7 @@ import torch
 
 from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.drafts import Drafts, NgramDrafts
-from replayssm.engine.memory import CPU_ROWS, GPU_ROWS, Costs, MemoryPlan, budget_bytes, plan_memory
+from replayssm.engine.memory import CPU_ROWS, GPU_ROWS, Costs, MemoryPlan, budget_bytes, check_free, plan_memory
 from replayssm.engine.mtp import MtpDrafts
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.pages import PagePool
@@ -138,11 +138,12 @@ def needed_bytes(loaded: LoadedModel, options: EngineOptions) -> int:
 def _plan(
     loaded: LoadedModel, options: EngineOptions, settings: dict[str, Any], runner_class: Any, drafts: Drafts | None
 ) -> MemoryPlan:
-    config = loaded.model.config.get_text_config(decoder=True)
     costs = _costs(loaded, options, settings, runner_class, drafts)
-    context = getattr(config, "max_position_embeddings", None) or UNBOUNDED_CONTEXT
+    context = loaded.max_context or UNBOUNDED_CONTEXT
     most_rows = CPU_ROWS if loaded.device == "cpu" else GPU_ROWS
-    return plan_memory(options, costs, budget_bytes(options, loaded.device), context, most_rows)
+    plan = plan_memory(options, costs, budget_bytes(options, loaded.device), context, most_rows)
+    check_free(plan, loaded.device)
+    return plan
 
 
 def _costs(

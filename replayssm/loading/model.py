@@ -4,8 +4,9 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from replayssm.errors import InputError, one_line
@@ -15,6 +16,7 @@ from replayssm.options import LoadOptions
 T = TypeVar("T")
 
 SMALL_MODEL = 20_000_000  # parameters
+SAFE = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,13 @@ class LoadedModel:
     device: str
     dtype: str
 
+    @property
+    def max_context(self) -> int | None:
+        """The tokens, prompt and answer together, that the model was made for; None: it sets no limit."""
+        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or None
 
-def load_model(name: str, options: LoadOptions | None = None) -> LoadedModel:
+
+def load_model(name: str | Path, options: LoadOptions | None = None) -> LoadedModel:
     """Load a bundled model or a folder in transformers' format.
 
     The folder is checked before torch or transformers are imported, so that bad input fails at once.
@@ -37,6 +44,7 @@ def load_model(name: str, options: LoadOptions | None = None) -> LoadedModel:
     Raises:
         InputError: one line that says what was given and what is wanted.
     """
+    name = str(name)
     options = options or LoadOptions()
     folder = check_model(name)
 
@@ -46,15 +54,16 @@ def load_model(name: str, options: LoadOptions | None = None) -> LoadedModel:
 
         device = _choose_device(options.device, cuda=torch.cuda.is_available())
         dtype = options.dtype if options.dtype != "auto" or device != "cpu" else "float32"
-        safe = {"local_files_only": True, "trust_remote_code": False}
-        tokenizer = _load(lambda: transformers.AutoTokenizer.from_pretrained(folder, **safe), f"tokenizer in {folder}")
+        load_config(folder)  # first: what is wrong with it would be told as the tokenizer's fault, which reads it too
+        tokenizer = _load(lambda: transformers.AutoTokenizer.from_pretrained(folder, **SAFE), f"tokenizer in {folder}")
         model, info = _load(
             lambda: transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are told below; transformers points to a report that isn't shown
                 output_loading_info=True,
-                **safe,
+                **SAFE,
             ),
             f"model in {folder}",
         )
@@ -62,6 +71,7 @@ def load_model(name: str, options: LoadOptions | None = None) -> LoadedModel:
     if missing:
         # transformers fills these with random numbers and goes on.
         raise InputError(f"the weights in {folder} lack {len(missing)} tensors that config.json wants: {missing[0]}")
+    _check_sizes(folder, info["mismatched_keys"])
     return LoadedModel(
         name=name,
         model=model.eval().to(device),
@@ -70,6 +80,17 @@ def load_model(name: str, options: LoadOptions | None = None) -> LoadedModel:
         device=device,
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def load_config(folder: Path) -> Any:
+    """A model folder's transformers configuration.
+
+    Raises:
+        InputError: one line that says what is wrong with it.
+    """
+    import transformers
+
+    return _load(lambda: transformers.AutoConfig.from_pretrained(folder, **SAFE), f"config in {folder}")
 
 
 def use_fitting_threads(loaded: LoadedModel) -> None:
@@ -115,6 +136,17 @@ def _load(load: Callable[[], T], what: str) -> T:
     except Exception as error:
         # Whatever a broken or foreign folder makes transformers raise, what the user gave is the cause.
         raise InputError(f"the {what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _check_sizes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Refuse weights of other shapes than the configuration's: tensors by name, with the shapes found and wanted."""
+    others = sorted((name, list(found), list(wanted)) for name, found, wanted in mismatched)
+    if others:
+        name, found, wanted = others[0]
+        raise InputError(
+            f"the weights in {folder} have {len(others)} tensors of other shapes than config.json wants, "
+            f"the first is {name}: {found}, {wanted} is wanted"
+        )
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

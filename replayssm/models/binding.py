@@ -13,6 +13,8 @@ from torch import Tensor
 from replayssm import ops
 from replayssm.models.adapters import Adapter
 from replayssm.models.fused import FusedModules
+from replayssm.ops.checks import check_count
+from replayssm.options import MAX_RING_LEN
 
 if TYPE_CHECKING:
     from replayssm.models.cache import ReplayCache
@@ -30,8 +32,9 @@ class Settings:
     backend: str
 
     def __post_init__(self) -> None:
-        if isinstance(self.ring_len, bool) or not isinstance(self.ring_len, int) or self.ring_len < 1:
-            raise ValueError(f"ring_len is {self.ring_len!r}: a number of at least 1 is wanted")
+        check_count("ring_len", self.ring_len, 1)
+        if self.ring_len > MAX_RING_LEN:
+            raise ValueError(f"ring_len is {self.ring_len}: it must be from 1 to {MAX_RING_LEN}")
         if self.state_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"state_dtype is {self.state_dtype!r}: torch.float32, torch.bfloat16 or torch.float16 is wanted"

@@ -74,7 +74,7 @@ class ReplayLayer(LinearAttentionLayer):
         """Append a window's inputs ``[B, C, T]``; returns them behind the kept ones, if there are any."""
         window = conv_states
         pool = self.cache.pool_for(window)
-        self.cache.begin(self.index)
+        self.cache.begin(self.index, window.shape[-1])
         if self.index == self.cache.last_index:
             self.cache.seen += window.shape[-1]
         if self.has_previous_state[0]:
@@ -237,7 +237,7 @@ class ReplayCache(MixerCache, DynamicCache):
         if tokens > 1:
             return None
         self._check_batch(hidden_states)
-        self.begin(layer.index)
+        self.begin(layer.index, tokens)
         with torch.no_grad():
             out = layer.adapter.run(hidden_states.squeeze(1), self._kernels[layer.index])
             if layer.index == self.last_index:
@@ -290,8 +290,8 @@ class ReplayCache(MixerCache, DynamicCache):
 
     def _verify(self, layer: ReplayLayer, hidden_states: Tensor, window: OpenWindow) -> Tensor:
         self._check_batch(hidden_states)
-        self.begin(layer.index)
         window.tokens = hidden_states.shape[1]
+        self.begin(layer.index, window.tokens)
         kernels = verify_kernels(
             layer.adapter, layer.index, self.require_pool(), self.slots, window.num_tokens, window.parents
         )
@@ -325,7 +325,7 @@ class ReplayCache(MixerCache, DynamicCache):
         self._check_batch(hidden_states)
         tokens = hidden_states.shape[1]
         if not after_prefill:
-            self.begin(layer.index)
+            self.begin(layer.index, tokens)
         if layer.index == 0:
             recording.start(tokens, after_prefill=after_prefill)
         self.midway = True
@@ -347,19 +347,28 @@ class ReplayCache(MixerCache, DynamicCache):
         if hidden_states.shape[0] != len(self.rows):
             raise ValueError(f"a batch of {hidden_states.shape[0]} meets a ReplayCache of {len(self.rows)} rows")
 
-    def begin(self, index: int) -> None:
-        """A recurrent layer starts its part of a forward.
+    def begin(self, index: int, tokens: int) -> None:
+        """A recurrent layer starts its part of a forward of so many tokens.
 
         Raises:
-            ValueError: the forward before this one was interrupted (an exception, Ctrl-C), so that some layers hold
-                its tokens and some don't.
+            ValueError: there is no room for them, or the forward before this one was interrupted (an exception,
+                Ctrl-C), so that some layers hold its tokens and some don't.
         """
+        if index == 0 and self.room is not None and not torch.compiler.is_compiling():
+            self._check_room(self.room, tokens)
         if index == 0 and self.midway:
             raise ValueError(
                 "the last forward with this ReplayCache was interrupted, its layers hold different tokens: "
                 "reset() it or make a new one"
             )
         self.midway = True
+
+    def _check_room(self, room: int, tokens: int) -> None:
+        """On a GPU an attention layer that writes past its keys would end the process's use of it."""
+        if self.seen + tokens > room:
+            raise ValueError(
+                f"max_cache_len is {room}: this ReplayCache holds {self.seen} tokens, and {tokens} more don't fit"
+            )
 
     def pool_for(self, window: Tensor) -> ReplayPool:
         """The pool, made now if ``window [B, C, T]`` is the first input that this cache sees."""

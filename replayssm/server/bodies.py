@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from replayssm.engine.params import SamplingParams
+from replayssm.engine.params import MAX_TOP_LOGPROBS, SamplingParams
 from replayssm.errors import InputError
 from replayssm.server.errors import bad_request, from_input_error
 
@@ -201,6 +201,9 @@ class ChatBody(Body):
             raise bad_request(message, param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs was given without logprobs: true, which it is for", param="top_logprobs")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+            wanted = f"it must be from 0 to {MAX_TOP_LOGPROBS}"
+            raise bad_request(f"top_logprobs is {self.top_logprobs}: {wanted}", param="top_logprobs")
         if self.tool_choice not in (None, "auto", "none"):
             message = 'tool_choice must be "auto" or "none": a model is not made to call a tool'
             raise bad_request(message, param="tool_choice")
@@ -209,6 +212,14 @@ class ChatBody(Body):
             if tool.get("type") != "function" or not isinstance(function, dict) or "name" not in function:
                 message = f'tools[{i}] must be {{"type": "function", "function": {{"name": ..., ...}}}}'
                 raise bad_request(message, param=f"tools[{i}]")
+        return self
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> "ChatBody":
+        for i, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":  # whose answer may be calls of tools alone
+                param = f"messages[{i}].content"
+                raise bad_request(f"{param} is missing", param=param, code="missing_required_parameter")
         return self
 
     @property

@@ -48,7 +48,7 @@ class ServerOptions:
         if not self.host:
             raise InputError("host is empty: an address or a name is wanted, 127.0.0.1 for this machine alone")
         _between("port", self.port, 0, 65535)
-        _between("max-body-bytes", self.max_body_bytes, 1, 1 << 30)
+        _between("max-body", self.max_body_bytes, 1, 1 << 30)
         _between("max-requests", self.max_requests, 1, MAX_REQUESTS)
         _between("default-max-tokens", self.default_max_tokens, 1)
         if self.max_tokens is not None:

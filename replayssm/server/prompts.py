@@ -54,7 +54,7 @@ class PromptReader:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         param = "prompt" if special else "messages"
         try:
-            tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+            tokens: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         except Exception as error:  # as for half a surrogate pair, which arguments of tool calls may have
             raise bad_request(f"{param} can't be tokenized: {one_line(error)}", param=param) from error
         if not tokens:

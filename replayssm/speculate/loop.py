@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from replayssm.ops.checks import check_count
 from replayssm.speculate.acceptance import Acceptance, accept_greedy, accept_point_mass, accept_rejection
 from replayssm.speculate.adaptive import AdaptiveLength, MeasuredCosts
 from replayssm.speculate.drafter import Accepted, Draft, Drafter, Start
@@ -77,11 +80,9 @@ def check_request(
     adaptive: AdaptiveLength | None,
 ) -> None:
     """Refuse what can't work, before anything runs."""
-    if not prompts or not all(prompts):
-        raise ValueError("a prompt is empty: at least one prompt, and one token in each, are wanted")
+    _check_prompts(prompts, verifier.vocab_size)
     for name, value in (("max_new_tokens", max_new_tokens), ("num_drafts", num_drafts), ("width", width)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1")
+        check_count(name, value, 1)
     if drafter is None:
         return
     if num_drafts + 1 > verifier.max_window:
@@ -92,6 +93,18 @@ def check_request(
     if adaptive is not None and adaptive.max_drafts > num_drafts:
         raise ValueError(f"adaptive.max_drafts is {adaptive.max_drafts}: num_drafts allows {num_drafts}")
     drafter.check(verifier, num_drafts)
+
+
+def _check_prompts(prompts: Sequence[Any], vocab_size: int) -> None:
+    """Refuse text, one row's tokens without a list around them, and what is no token of the model."""
+    for prompt in prompts:
+        if isinstance(prompt, str) or not isinstance(prompt, Iterable):
+            raise ValueError(f"prompts has {prompt!r}: a list of token ids for each row is wanted")
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError("a prompt is empty: at least one prompt, and one token in each, are wanted")
+    for token in (token for prompt in prompts for token in prompt):
+        if not isinstance(token, SupportsIndex) or not 0 <= index(token) < vocab_size:
+            raise ValueError(f"a prompt has {token!r}: token ids from 0 to {vocab_size - 1} are wanted")
 
 
 class _Run:

@@ -166,10 +166,7 @@ def load_mtp_head(model: Any, folder: str | Path) -> MtpHead:
         ValueError: another family, or a folder whose tensors are not those of this model's head.
     """
     config = copy.deepcopy(model.config.get_text_config())
-    if config.model_type not in HEADS:
-        raise ValueError(
-            f"a {config.model_type} model has no MTP head that is known here: wanted one of {', '.join(HEADS)}"
-        )
+    check_folder(config.model_type, Path(folder))
     tensors = read_mtp_tensors(Path(folder))
     # Masks are given as tensors to be added to the scores, which not every attention function takes.
     config._attn_implementation = "sdpa"
@@ -187,21 +184,31 @@ def load_mtp_head(model: Any, folder: str | Path) -> MtpHead:
     return head.requires_grad_(False).eval()
 
 
-def read_mtp_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors `mtp.*` of a model folder, without that prefix.
+def check_folder(model_type: str, folder: Path) -> None:
+    """Refuse a model without an MTP head, by what its folder says; no weights are read.
+
+    Args:
+        model_type: of the model's text part.
+        folder: the model's.
 
     Raises:
-        ValueError: there are none.
+        ValueError: a family without such heads, or a folder without their tensors.
     """
+    if model_type not in HEADS:
+        raise ValueError(f"a {model_type} model has no MTP head that is known here: wanted one of {', '.join(HEADS)}")
+    if not _files_with_mtp(folder):
+        raise ValueError(
+            f"{folder} has no MTP weights: speculation with mtp wants a checkpoint whose safetensors hold tensors mtp.*"
+        )
+
+
+def read_mtp_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors `mtp.*` of a model folder, without that prefix."""
     found: dict[str, Tensor] = {}
     for file, names in _files_with_mtp(folder).items():
         with safe_open(file, framework="pt") as opened:
             for name in names:
                 found[_without_prefix(name) or name] = opened.get_tensor(name)
-    if not found:
-        raise ValueError(
-            f"{folder} has no MTP weights: speculation with mtp wants a checkpoint whose safetensors hold tensors mtp.*"
-        )
     return found
 
 
