@@ -248,12 +248,45 @@ inline void matrix_product(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
     sync_warp();
 }
 
+inline void copy_16_bytes(void* to, const void* from, bool there) {
+    const auto aligned = [](const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; };
+    emulated::demand(aligned(to) && aligned(from), "a copy isn't aligned to 16 bytes");
+    if (there)
+        std::memcpy(to, from, 16);
+    else
+        std::memset(to, 0, 16);
+}
+
+inline void wait_for_own_copies() {}
+
+inline void load_matrices(unsigned (&words)[4], const void* row) {
+    emulated::demand(reinterpret_cast<size_t>(row) % 16 == 0, "a row of a matrix isn't aligned to 16 bytes");
+    std::memcpy(emulated::shown_by(emulated::lane()), &row, sizeof(row));
+    sync_warp();
+    for (int n = 0; n < 4; ++n) {
+        const unsigned* found;
+        std::memcpy(&found, emulated::shown_by(8 * n + emulated::lane() / 4), sizeof(found));
+        words[n] = found[emulated::lane() % 4];
+    }
+    sync_warp();
+}
+
+template <class... Words> inline void store_words(void* to, Words... words) {
+    const unsigned all[] = {words...};
+    emulated::demand(reinterpret_cast<size_t>(to) % sizeof(all) == 0, "words that are stored together aren't aligned");
+    std::memcpy(to, all, sizeof(all));
+}
+
 inline int thread_of_round() { return threadIdx.x; }
 inline int same_in_warp(int x) { return x; }
 inline void prefetch(const void* from, unsigned bytes) {
     emulated::demand(reinterpret_cast<size_t>(from) % 16 == 0 && bytes % 16 == 0, "a prefetch isn't aligned to 16 bytes");
 }
-inline int count_arrival(int* counter) { return (*counter)++; }
+inline int count_arrival(int* counter, int count = 1) {
+    const int before = *counter;
+    *counter += count;
+    return before;
+}
 
 inline void matrix_product_tf32(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                                 unsigned b1) {

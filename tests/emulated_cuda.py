@@ -18,7 +18,7 @@ import torch
 
 from replayssm.backends import cuda
 from replayssm.backends import torch as torch_backend
-from replayssm.backends.cuda import build, decode, driver, launch, verify
+from replayssm.backends.cuda import build, decode, driver, launch, state, verify
 from replayssm.backends.cuda.blocks import Block, Shape
 from replayssm.backends.cuda.windows import Window
 from replayssm.ops import dispatch, known
@@ -61,6 +61,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, multiprocessors: int = 1) -> Non
     """Let "cuda" run here until the test ends; few multiprocessors: large blocks, many: small ones."""
     decode._plans.clear()
     verify._plans.clear()
+    state._plans.clear()
     verify._arrivals.clear()
     known.forget()
     reason_of = dispatch.unavailable_reason
@@ -75,8 +76,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, multiprocessors: int = 1) -> Non
     about = launch.Properties(multiprocessors, 227 * 1024, "cpu")
     monkeypatch.setattr(launch, "properties", lambda device: about)
     monkeypatch.setattr(launch, "kernel", kernel)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(launch, "is_current", lambda device: True)
+    monkeypatch.setattr(launch, "current_stream", lambda index: 0)
+    monkeypatch.setattr(launch, "current_device", lambda: None)
 
 
 def launches_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from oracle import KINDS, SHAPES, Layer, poison, relative_error
 from torch import Tensor
 
-from replayssm import ReplayPool
+from replayssm import ReplayPool, ops
 from replayssm.backends.cuda import blocks, launch
 from replayssm.ops.rows import delta_decode_rows, mamba2_decode_rows
 
@@ -146,7 +146,7 @@ def test_same_row_same_bits_however_a_step_is_cut(shape: str, state: str, monkey
 @pytest.mark.parametrize(
     ("shape", "block"),
     [
-        ("gdn-128x128-ratio2", blocks.Block(64, 4, 96, resident=3)),
+        ("gdn-128x128-ratio2", blocks.Block(64, 4, 96, resident=5)),
         pytest.param("mamba2-64x128-groups2", blocks.Block(192, 6, 96, resident=2), marks=pytest.mark.thorough),
         pytest.param("kda-128x128", blocks.Block(64, 2, 168, resident=1), marks=pytest.mark.thorough),
     ],
@@ -244,6 +244,86 @@ def test_records_as_other_projects_define_them(kind: str, monkeypatch: pytest.Mo
     for mine, expected in zip(run_rows(kind, "cuda"), run_rows(kind, "torch"), strict=True):
         assert relative_error(mine, expected) < 1e-6
     assert len(launched) == 6
+
+
+# --- states with their records folded in
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape", "state"),
+    sometimes(
+        product(("large", "small"), KERNELS, ("f32", "bf16", "f16")),
+        {
+            ("large", "gdn-64x64-ratio3", "bf16"),
+            ("small", "kda-bounded-64x64", "f32"),
+            ("small", "mamba2-80x128-groups1", "f16"),
+        },
+    ),
+)
+def test_states_are_folded_as_exactly_as_float32_allows(
+    cut: str, shape: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of slots at any cursor, one of which reads another's checkpoint; a checkpoint gets the same, rounded once."""
+    install(monkeypatch, cut)
+    folded = emulated_cuda.launches_of(monkeypatch, "replayssm_fold")
+    layer = Layer.named(shape, dtype=BF16, backend="cuda")
+    pool = new_pool(layer, 6, 36, state_dtype=DTYPES[state], ring_dtype=F32)
+    first, second = pool.alloc(2)
+    held = pool.fold_args(0)
+    held["checkpoint"][first] = torch.randn(held["checkpoint"][first].shape)
+    states = {first: pool.read_state(0, [first]).double(), second: layer.zero_state(1)}
+    fork = pool.fork(pool.snapshot(first))
+    states[fork] = states[first]
+    for stepped in ([first, second], [first, fork], *[[first]] * 32):
+        slots = pool.slot_tensor(stepped)
+        inputs = layer.draw(len(stepped))
+        layer.decode(inputs, **pool.state_args(0), slots=slots)
+        pool.advance(slots)
+        new, _ = layer.reference(inputs, torch.cat([states[slot] for slot in stepped]))
+        states |= zip(stepped, new.split(1), strict=True)
+    read = pool.read_state(0, [fork, first, second])
+    for mine, slot in zip(read, (fork, first, second), strict=True):
+        assert relative_error(mine, states[slot][0]) < 1e-6
+    kept = {name: tensor[[first, fork]].clone() for name, tensor in held.items()}
+    pool.materialize(first, second)
+    assert torch.equal(held["checkpoint"][second], read[1].to(DTYPES[state]))
+    for name, tensor in held.items():
+        assert torch.equal(tensor[[first, fork]].view(torch.uint8), kept[name].view(torch.uint8))
+    assert len(folded) == 4
+
+
+def test_a_slot_may_take_a_state_that_is_overwritten_in_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_cuda.install(monkeypatch)
+    layer = Layer("gdn", 1, 2, 64, 32, backend="cuda")
+    pool = new_pool(layer, 3, 4)
+    rows = pool.alloc(3)
+    slots = pool.slot_tensor(rows)
+    for _ in range(2):
+        layer.decode(layer.draw(3), **pool.state_args(0), slots=slots)
+        pool.advance(slots)
+    before = pool.read_state(0, rows)
+    held = pool.fold_args(0)
+    ops.materialize(**held, src=slots, dst=slots.roll(1), backend="cuda")
+    assert torch.equal(held["checkpoint"][rows], before.roll(-1, 0))
+
+
+@pytest.mark.parametrize("into", ["out", "slot"])
+def test_states_that_have_no_kernel_are_folded_on_the_other_backend(into: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_cuda.install(monkeypatch)
+    folded = emulated_cuda.launches_of(monkeypatch, "replayssm_fold")
+    layer = Layer("gdn", 1, 1, 32, 32, backend="cuda")
+    pool = new_pool(layer, 2, 4)
+    first, second = pool.alloc(2)
+    slots = pool.slot_tensor([first])
+    inputs = layer.draw(1)
+    layer.decode(inputs, **pool.state_args(0), slots=slots)
+    pool.advance(slots)
+    expected, _ = layer.reference(inputs, layer.zero_state(1))
+    if into == "slot":
+        pool.materialize(first, second)
+    mine = pool.read_state(0, [first]) if into == "out" else pool.fold_args(0)["checkpoint"][[second]]
+    assert relative_error(mine, expected) < 1e-6
+    assert folded == []
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from replayssm.backends.cuda import blocks, build, decode, launch, verify, windows
+from replayssm.backends.cuda import blocks, build, decode, launch, state, verify, windows
 from replayssm.backends.step import Rules
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-LARGE, SMALL = 10**7, 1000  # rows of states in a step
+LARGE, MIDDLE, SMALL = 10**7, 10**5, 1000  # rows of states in a step
 SM90 = {"multiprocessors": 132, "shared_limit": 227 * 1024}
 
 #: channel gate, delta rule, d_v, d_k, value heads of a key head, value heads
@@ -32,16 +32,17 @@ SHAPES = {
 NAMES = {F32: "float", BF16: "bf16", F16: "f16"}
 
 
-def case(shape: str, state_dtype: torch.dtype, batch_rows: int) -> dict[str, str]:
+def case(shape: str, state_dtype: torch.dtype, batch_rows: int, *, window: bool = False) -> dict[str, str]:
     """What decode.cu leaves open, for bfloat16 activations and the rings that go with them."""
     updates = BF16 if state_dtype == BF16 else F32
-    layer = blocks.Shape(*SHAPES[shape], 16, state_dtype, updates)
+    layer = blocks.Shape(*SHAPES[shape], 16, state_dtype, updates, window)
     block = blocks.choose(layer, BF16, batch_rows, **SM90)
     assert block is not None
     types = {"C": NAMES[state_dtype], "X": "bf16", "U": NAMES[updates], "A": "bf16"}
     types |= {"B": "bf16" if layer.delta else "none", "RATE": "float", "BIAS": "float"}
     types |= {"D": "none" if layer.delta else "float", "Z": "none"}
-    return decode.macros(layer, block, types | {"FLAGS": 65 if layer.delta else 66, "FORCE_BYTES": 0})
+    flags = 64 | (1 if layer.delta else 2) | (128 if window else 0)
+    return decode.macros(layer, block, types | {"FLAGS": flags, "FORCE_BYTES": 0})
 
 
 def window_case(shape: str, state_dtype: torch.dtype, batch_rows: int, tokens: int) -> dict[str, str]:
@@ -103,6 +104,53 @@ def test_kernels_compile_without_spills(
     assert architecture != "sm_90a" or registers <= int(macros["CASE_REGISTERS"])
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
+@pytest.mark.parametrize(
+    ("shape", "state_dtype", "rows"),
+    [
+        pytest.param(
+            shape,
+            state_dtype,
+            rows,
+            marks=[] if (shape, state_dtype, rows) == ("kda", BF16, MIDDLE) else [pytest.mark.thorough],
+            id=f"{shape}-{NAMES[state_dtype]}-{name}",
+        )
+        for shape in SHAPES
+        for state_dtype in (F32, BF16, F16)
+        for name, rows in (("large", LARGE), ("middle", MIDDLE), ("small", SMALL))
+    ],
+)
+def test_kernels_of_one_token_windows_compile_without_spills(
+    shape: str, state_dtype: torch.dtype, rows: int, tmp_path: Path
+) -> None:
+    macros = case(shape, state_dtype, rows, window=True)
+    registers, spilled = compile_with_nvcc(macros, "sm_90a", tmp_path)
+    assert spilled == 0
+    assert registers <= int(macros["CASE_REGISTERS"])
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
+@pytest.mark.parametrize(
+    ("shape", "state_dtype"),
+    [
+        pytest.param(shape, dtype, marks=[] if (shape, dtype) == ("kda", F32) else [pytest.mark.thorough])
+        for shape in SHAPES
+        for dtype in (F32, BF16, F16)
+    ],
+)
+@pytest.mark.parametrize("to_slots", [False, True])
+def test_kernels_that_only_fold_compile_without_spills(
+    shape: str, state_dtype: torch.dtype, to_slots: bool, tmp_path: Path
+) -> None:
+    layer = blocks.Shape(*SHAPES[shape], 16, state_dtype, BF16 if state_dtype == BF16 else F32, window=True)
+    block = blocks.choose_fold(layer, BF16, LARGE, **SM90)
+    assert block is not None
+    macros = state.macros(layer, block, BF16, to_slots=to_slots)
+    registers, spilled = compile_with_nvcc(macros, "sm_90a", tmp_path, build.FOLD)
+    assert spilled == 0
+    assert registers <= block.registers
+
+
 def sometimes(architecture: str, shape: str, state_dtype: torch.dtype, rows: int, tokens: int) -> object:
     often = (shape, state_dtype, rows, tokens) in (("gdn", F32, LARGE, 4), ("kda", BF16, SMALL, 8))
     marks = [] if architecture == "sm_90a" and often else [pytest.mark.thorough]
@@ -119,7 +167,7 @@ def sometimes(architecture: str, shape: str, state_dtype: torch.dtype, rows: int
         for shape in SHAPES
         for state_dtype in (F32, BF16, F16)
         for rows in (LARGE, SMALL)
-        for tokens in (1, 4, 8, 16)
+        for tokens in (2, 4, 8, 16)
     ],
 )
 def test_verify_kernels_compile_without_spills(

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import product
 
 import emulated_cuda
 import pytest
 import torch
 from oracle import KINDS, Layer, relative_error
-from test_cuda import DTYPES, KERNELS, SIZES, sometimes
+from test_cuda import CUTS, DTYPES, KERNELS, SIZES, install, sometimes
 from windows import TREES, Run, int32
 
 from replayssm.backends.cuda import blocks, verify, windows
@@ -29,23 +30,34 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return emulated_cuda.launches_of(monkeypatch, "replayssm_verify")
 
 
+def install_for(monkeypatch: pytest.MonkeyPatch, batch: str) -> None:
+    """What runs in a small batch, in a large one, or, "staying", in one so large that blocks take item after item."""
+    emulated_cuda.install(monkeypatch, multiprocessors=SIZES.get(batch, 1))
+    for name, value in {"FEW_ROWS": 1, "MANY_ROWS": 1, "SHARED_BYTES": 0}.items():  # none left for a second block
+        monkeypatch.setattr(windows, name, value if batch == "staying" else FOUND[name])
+
+
+FOUND = {name: getattr(windows, name) for name in ("FEW_ROWS", "MANY_ROWS", "SHARED_BYTES")}
+
+
 @pytest.mark.parametrize(
-    ("size", "shape", "tokens", "tree"),
+    ("batch", "shape", "tokens", "tree"),
     sometimes(
-        product(SIZES, KERNELS, (1, 2, 3, 4, 8, 13), ("chain", "random")),
+        product((*SIZES, "staying"), KERNELS, (2, 3, 4, 8, 13), ("chain", "random")),
         {
             ("small", "gdn-128x128-ratio2", 4, "chain"),
+            ("staying", "gdn-128x128-ratio2", 4, "chain"),
             ("large", "gdn-64x64-ratio3", 13, "random"),
-            ("large", "kda-bounded-64x64", 3, "random"),
-            ("large", "mamba2-80x128-groups1", 4, "chain"),
+            ("staying", "kda-bounded-64x64", 3, "random"),
+            ("staying", "mamba2-80x128-groups1", 4, "chain"),
         },
     ),
 )
 def test_every_token_and_state_equals_the_recurrence(
-    size: str, shape: str, tokens: int, tree: str, monkeypatch: pytest.MonkeyPatch
+    batch: str, shape: str, tokens: int, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From an empty ring, behind records, with folds by one block of a key head and by several, then a decode step."""
-    emulated_cuda.install(monkeypatch, multiprocessors=SIZES[size])
+    install_for(monkeypatch, batch)
     launched = emulated_cuda.launches_of(monkeypatch, "replayssm_verify")
     run = Run(Layer.named(shape, backend="cuda"), ring=tokens + 2)
     for step in range(5):
@@ -53,7 +65,8 @@ def test_every_token_and_state_equals_the_recurrence(
         run.commit([range(max(1, tokens - step % 2))] * 2 if tree == "chain" else run.random_paths())
     run.decode()
     assert len(launched) == 5
-    assert not any(counter.any() for counter in verify._arrivals.values())
+    assert (set(launched) == {1}) == (batch == "staying")
+    assert not any(counters.numbers.any() for counters in verify._arrivals.values())
 
 
 @pytest.mark.parametrize(("kind", "tree"), sometimes(product(KINDS, TREES), {("gdn", "chain"), ("kda", "width2")}))
@@ -96,6 +109,105 @@ def test_products_are_exact(kind: str, state: str, activations: str, launched: l
     assert len(launched) == 3
 
 
+# --- windows of one token, which run in the decode kernel
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As `launched`, of the decode kernel."""
+    emulated_cuda.install(monkeypatch)
+    return emulated_cuda.launches_of(monkeypatch, "replayssm_decode")
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape"),
+    sometimes(
+        product(CUTS, KERNELS),
+        {("small", "gdn-64x64-ratio3"), ("large", "kda-bounded-64x64"), ("middle", "mamba2-80x128-groups1")},
+    ),
+)
+def test_one_token_windows_equal_the_recurrence(cut: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With resting rows, padding, a rejected token, a decode step, folds by one block of a key head and by several."""
+    install(monkeypatch, cut)
+    decoded = emulated_cuda.launches_of(monkeypatch, "replayssm_decode")
+    run = Run(Layer.named(shape, backend="cuda"), 3, ring=2)
+    folds = 0
+    for step in range(8):
+        first, second, third = (run.rows[(step + n) % 3] for n in range(3))
+        counts = [1, 1, int(step % 4 == 3), 1]
+        folds += int((run.pool.write_pos[[first, third]] == 2).sum())
+        run.verify(1, counts, [first, -1, second, third])
+        run.commit([range(step % 5 > 0), [0], range(counts[2]), [0]])
+        if step == 4:
+            run.decode(run.rows[1:])
+    assert folds > 2
+    assert len(decoded) == 9
+    assert not any(counters.numbers.any() for counters in verify._arrivals.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "activations"),
+    sometimes(
+        product(KINDS, ("f32", "bf16", "f16"), ("f32", "bf16", "f16")),
+        {("gdn", "bf16", "bf16"), ("kda", "bf16", "bf16"), ("mamba2", "f16", "bf16")},
+    ),
+)
+def test_products_of_one_token_are_exact(kind: str, state: str, activations: str, decoded: list[int]) -> None:
+    """As those of longer windows, also where they fold: the last does."""
+    state_dtype, dtype = DTYPES[state], DTYPES[activations]
+    layer = Layer(kind, 1, 1 if kind.startswith("kda") else 2, 64, 32, dtype=dtype, backend="cuda")
+    run = Run(layer, 1, ring=3, state_dtype=state_dtype, ring_dtype=F32)
+    (slot,) = run.rows
+    held = run.pool.fold_args(0)
+    held["checkpoint"][:] = torch.randn(held["checkpoint"].shape)
+    slots, one = run.pool.slot_tensor(run.rows), int32([1])
+    for step in range(4):
+        run.states[slot] = before = run.pool.read_state(0, run.rows).double()
+        run.verify(1)
+        if step == 3:
+            rounding = {F32: 1e-6, BF16: 3e-3, F16: 4e-4}[state_dtype]
+            assert relative_error(held["checkpoint"][slot], before[0]) < rounding
+        else:
+            run.pool.commit(slots, one, one)
+            assert relative_error(run.pool.read_state(0, run.rows), run.after[0][0]) < 1e-6
+    assert len(decoded) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "state"),
+    sometimes(
+        product(("gdn-128x128-ratio2", "kda-bounded-64x64", "mamba2-80x128-groups1"), ("f32", "bf16")),
+        {("kda-bounded-64x64", "bf16")},
+    ),
+)
+def test_same_row_same_bits_however_one_token_is_cut(shape: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it folds, too; where it doesn't, also those of a decode step."""
+    layer = Layer.named(shape, dtype=BF16, backend="cuda")
+    steps = [layer.draw_window(3, 1) for _ in range(5)]
+    results = []
+    for cut, batch, num_decoded in (*product(CUTS, ([0], [2, 0, 1]), [0]), ("large", [0], 2)):
+        install(monkeypatch, cut)
+        run = Run(layer, 3, ring=3, ring_capacity=4, state_dtype=DTYPES[state])
+        slots, one = run.pool.slot_tensor([run.rows[row] for row in batch]), int32([1] * len(batch))
+        outputs = []
+        for number, inputs in enumerate(steps):
+            picked = {name: x[batch] for name, x in inputs.items()}
+            if number < num_decoded:
+                token = {name: x[:, 0] for name, x in picked.items()}
+                y = layer.decode(token, **run.pool.state_args(0), slots=slots)
+            else:
+                y = layer.verify(picked, **run.pool.verify_args(0), slots=slots)[:, 0]
+            outputs.append(y[batch.index(0)])
+            run.pool.commit(slots, one, one)
+        results.append((torch.stack(outputs), run.pool.read_state(0, run.rows[:1])))
+    for outputs, folded in results[1:]:
+        assert torch.equal(outputs, results[0][0])
+        assert torch.equal(folded, results[0][1])
+
+
+# ---
+
+
 @pytest.mark.parametrize("shape", ["gdn-128x128-ratio2", pytest.param("kda-128x128", marks=pytest.mark.thorough)])
 def test_a_fold_of_more_records_than_are_taken_at_once(shape: str, launched: list[int]) -> None:
     """33 of them; the state is rounded once, at the end."""
@@ -125,8 +237,8 @@ def test_same_row_same_bits_however_a_window_is_cut(shape: str, state: str, monk
     layer = Layer.named(shape, dtype=BF16, backend="cuda")
     steps = [layer.draw_window(3, 5) for _ in range(4)]
     results = []
-    for multiprocessors, batch, length in ((1, [0], 3), (1000, [2, 0, 1], 3), (1, [0, 1], 5)):
-        emulated_cuda.install(monkeypatch, multiprocessors=multiprocessors)
+    for size, batch, length in (("large", [0], 3), ("small", [2, 0, 1], 3), ("staying", [0, 1], 5)):
+        install_for(monkeypatch, size)
         run = Run(layer, 3, ring=7, state_dtype=DTYPES[state])
         slots, count = run.pool.slot_tensor([run.rows[row] for row in batch]), int32([3] * len(batch))
         outputs = []
@@ -178,6 +290,21 @@ def test_what_has_no_kernel_runs_on_the_other_backend(kind: str, d_k: int, d_v: 
     assert launched == []
 
 
+@pytest.mark.parametrize("tiles", [1, 7, 660, 2641, 8192, 16389])
+def test_items_of_several_tiles_come_first_and_as_many_for_each_block(tiles: int) -> None:
+    for per_multiprocessor, span in product((0, 2, 5), (1, 2, 3, 4)):
+        cut = windows.Window(4, 64, 4, 128, per_multiprocessor, span)
+        whole, blocks = cut.items(tiles, 132)
+        singles = tiles - whole * span
+        assert singles >= 0
+        assert 0 < blocks <= whole + singles
+        if per_multiprocessor:
+            assert whole % blocks == 0
+            assert singles < per_multiprocessor * 132 * span
+        else:
+            assert blocks == whole + singles
+
+
 @pytest.mark.parametrize("head_v_dim", range(16, 257, 16))
 @pytest.mark.parametrize("state_dtype", [F32, BF16])
 def test_blocks_divide_the_heads_of_a_key_head(head_v_dim: int, state_dtype: torch.dtype) -> None:
@@ -190,3 +317,18 @@ def test_blocks_divide_the_heads_of_a_key_head(head_v_dim: int, state_dtype: tor
             if cut is not None:
                 assert cut.fits(shape)
                 assert cut.shared_bytes(shape, BF16) <= 227 * 1024
+
+
+@pytest.mark.usefixtures("launched")
+def test_counters_go_after_the_checkpoints_that_they_are_for() -> None:
+    """Those of another pool at the same address are its own; what a broken launch has left there is gone, too."""
+    for num_rows in (1, 2, 2, 3, 2):
+        runs = [Run(Layer("gdn", 1, 2, 64, 32, backend="cuda"), num_rows, ring=4) for _ in range(2)]
+        for run in runs:
+            run.verify(2)
+        assert len(verify._arrivals) == 2
+        assert not any(counters.numbers.any() for counters in verify._arrivals.values())
+        for counters in verify._arrivals.values():
+            counters.numbers.fill_(1)
+        del run, runs
+        gc.collect()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 #: Where a call's tensors are counted off, these stand for those that aren't there, each in its place; addresses are 0.
-ABSENT = tuple(torch.empty(0) for _ in range(18))
+ABSENT = tuple(torch.empty(0, device="cpu") for _ in range(18))
 
 #: What a record holds. ``"updates"``: ``(u, k, g)``, the key as it came, its norm factor in u. ``"normalised"``: the
 #: normalised key, u without that factor. ``"inputs"``, for Mamba-2: ``(x, B, Δ)`` in place of ``(Δ x, B, Δ A)``.

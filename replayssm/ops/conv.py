@@ -12,7 +12,7 @@ from replayssm.ops.checks import (
     check_slots_on_host,
     check_tensor,
 )
-from replayssm.ops.dispatch import backend_module, call, register
+from replayssm.ops.dispatch import backend_module, register
 from replayssm.ops.known import recall, remember
 
 
@@ -46,12 +46,13 @@ def causal_conv1d_update(
         ValueError: a tensor has a wrong shape, dtype or device, or the activation is unknown.
     """
     tensors = (x, conv_state, weight, ABSENT[3] if bias is None else bias, slots)
-    known = recall("causal_conv1d_update", tensors, (), backend)
+    options = ("causal_conv1d_update", backend)
+    known = recall(options, tensors)
     if known is None:
         _check(x, conv_state, weight, bias, slots)
-        known = remember("causal_conv1d_update", tensors, (), backend)
+        known = remember(options, tensors, backend)
     activation = check_activation(activation)
-    return call("causal_conv1d_update", x, conv_state, weight, bias, slots, activation, known.backend)
+    return known.call(x, conv_state, weight, bias, slots, activation, known.backend)
 
 
 def _check(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor) -> None:

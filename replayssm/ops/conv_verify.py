@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from replayssm.backends.step import Window
+from replayssm.backends.step import ABSENT, Window
 from replayssm.ops.checks import check_activation, check_rank, check_tensor
-from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
-from replayssm.ops.windows import all_tokens, check_length, check_window, check_window_on_host
+from replayssm.ops.dispatch import backend_module, register
+from replayssm.ops.known import recall, remember
+from replayssm.ops.windows import all_tokens_of, check_length, check_window, check_window_on_host
 
 
 def causal_conv1d_verify(
@@ -44,6 +45,20 @@ def causal_conv1d_verify(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, the activation is unknown, or T is too large.
     """
+    num_tokens = all_tokens_of(x) if num_tokens is None else num_tokens
+    optional = (ABSENT[4] if bias is None else bias, ABSENT[7] if parents is None else parents)
+    tensors = (x, conv_state, conv_window, weight, *optional, slots, num_tokens)
+    options = ("causal_conv1d_verify", backend)
+    known = recall(options, tensors)
+    if known is None:
+        _check(x, conv_state, conv_window, weight, bias)
+        check_window(slots, num_tokens, parents, x.shape[0], x.shape[1], x.device)
+        known = remember(options, tensors, backend)
+    rows = (slots, num_tokens, parents, check_activation(activation), known.backend)
+    return known.call(x, conv_state, conv_window, weight, bias, *rows)
+
+
+def _check(x: Tensor, conv_state: Tensor, conv_window: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_rank("x", x, "[B, T, C]")
     check_rank("weight", weight, "[C, W]")
     check_rank("conv_state", conv_state, "[N, C, W-1]")
@@ -60,11 +75,6 @@ def causal_conv1d_verify(
     check_length(tokens)
     if tokens > room:
         raise ValueError(f"the window has T = {tokens} tokens: conv_window has room for T_max = {room}")
-    check_window(slots, num_tokens, parents, batch, tokens, x.device)
-    num_tokens = all_tokens(batch, tokens, x.device) if num_tokens is None else num_tokens
-    activation = check_activation(activation)
-    rows = (slots, num_tokens, parents, activation, resolve_backend(backend, x.device))
-    return call("causal_conv1d_verify", x, conv_state, conv_window, weight, bias, *rows)
 
 
 def _implementation(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from replayssm.backends.step import ABSENT, Rules, Step
 from replayssm.ops.checks import check_flush_period, check_rows, check_slots_on_host
-from replayssm.ops.dispatch import backend_module, call, register
+from replayssm.ops.dispatch import backend_module, register
 from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2, limits
-from replayssm.ops.known import ShortWay, recall, remember
-from replayssm.ops.layers import GATE, LAYERS, MAMBA2
+from replayssm.ops.known import ShortWay, recall, remember, short_way
+from replayssm.ops.layers import GATE, LAYERS, MAMBA2, NO_B, NO_BIAS, NO_D, NO_Z, scale_of
 
 _STATE_SCHEMA = (
     "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, "
@@ -26,6 +23,8 @@ _SCHEMAS = (
     f"kda_decode({GATE}, float? lower_bound, {_DELTA}) -> Tensor",
     f"mamba2_decode({MAMBA2}, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor",
 )
+
+_NOT_FORCED = ABSENT[16]
 
 
 def gdn_decode(
@@ -77,21 +76,21 @@ def gdn_decode(
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    forced = ABSENT[16] if force_flush is None else force_flush
-    tensors = (q, k, v, a, b, A_log, dt_bias, ABSENT[7], ABSENT[8], *state, slots, forced)
-    options = (beta_scale, scale, qk_l2norm, flush_period, type(flush_period))
-    known = recall("gdn_decode", tensors, options, backend)
+    forced = _NOT_FORCED if force_flush is None else force_flush
+    tensors = (q, k, v, a, b, A_log, dt_bias, NO_D, NO_Z, *state, slots, forced)
+    options = ("gdn_decode", backend, beta_scale, scale, qk_l2norm, flush_period, type(flush_period))
+    known = recall(options, tensors)
     if known is None:
         check_gdn(q, k, v, a, b, A_log, dt_bias, state, "B")
         check_rows(slots, v.shape[0], force_flush, v.device)
         check_flush_period(flush_period, ring_k)
-        rules = Rules(_scale(scale, q), beta_scale, qk_l2norm)
-        known = remember("gdn_decode", tensors, options, backend, _short_way(tensors, rules, flush_period))
-    if known.run is not None and not torch.is_grad_enabled():
+        rules = Rules(scale_of(q, scale), beta_scale, qk_l2norm)
+        known = remember(options, tensors, backend, _short_way(tensors, rules, flush_period))
+    if known.run is not None:
         return known.run(*tensors)
-    numbers = (beta_scale, _scale(scale, q), qk_l2norm)
+    numbers = (beta_scale, scale_of(q, scale), qk_l2norm)
     rows = (slots, flush_period, force_flush, known.backend)
-    return call("gdn_decode", q, k, v, a, b, A_log, dt_bias, *numbers, *state, *rows)
+    return known.call(q, k, v, a, b, A_log, dt_bias, *numbers, *state, *rows)
 
 
 def kda_decode(
@@ -140,21 +139,21 @@ def kda_decode(
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    forced = ABSENT[16] if force_flush is None else force_flush
-    tensors = (q, k, v, a, b, A_log, dt_bias, ABSENT[7], ABSENT[8], *state, slots, forced)
-    options = (lower_bound, beta_scale, scale, qk_l2norm, flush_period, type(flush_period))
-    known = recall("kda_decode", tensors, options, backend)
+    forced = _NOT_FORCED if force_flush is None else force_flush
+    tensors = (q, k, v, a, b, A_log, dt_bias, NO_D, NO_Z, *state, slots, forced)
+    options = ("kda_decode", backend, lower_bound, beta_scale, scale, qk_l2norm, flush_period, type(flush_period))
+    known = recall(options, tensors)
     if known is None:
         check_kda(q, k, v, a, b, A_log, dt_bias, lower_bound, state, "B")
         check_rows(slots, v.shape[0], force_flush, v.device)
         check_flush_period(flush_period, ring_k)
-        rules = Rules(_scale(scale, q), beta_scale, qk_l2norm, lower_bound)
-        known = remember("kda_decode", tensors, options, backend, _short_way(tensors, rules, flush_period))
-    if known.run is not None and not torch.is_grad_enabled():
+        rules = Rules(scale_of(q, scale), beta_scale, qk_l2norm, lower_bound)
+        known = remember(options, tensors, backend, _short_way(tensors, rules, flush_period))
+    if known.run is not None:
         return known.run(*tensors)
-    bias, scale = dt_bias.view(k.shape[1:]), _scale(scale, q)
+    bias, scale = dt_bias.view(k.shape[1:]), scale_of(q, scale)
     inputs = (q, k, v, a, b, A_log, bias, lower_bound, beta_scale, scale, qk_l2norm)
-    return call("kda_decode", *inputs, *state, slots, flush_period, force_flush, known.backend)
+    return known.call(*inputs, *state, slots, flush_period, force_flush, known.backend)
 
 
 def mamba2_decode(
@@ -204,44 +203,30 @@ def mamba2_decode(
         ValueError: a tensor has a wrong shape, dtype or device, or a number is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    optional = (given if given is not None else ABSENT[6 + i] for i, given in enumerate((dt_bias, D, z)))
-    forced = ABSENT[16] if force_flush is None else force_flush
-    tensors = (C, B, x, dt, ABSENT[4], A, *optional, *state, slots, forced)
-    dt_limits = limits(dt_limit)
-    options = (dt_softplus, dt_limits, flush_period, type(flush_period))
-    known = recall("mamba2_decode", tensors, options, backend)
+    forced = _NOT_FORCED if force_flush is None else force_flush
+    optional = (NO_BIAS if dt_bias is None else dt_bias, NO_D if D is None else D, NO_Z if z is None else z)
+    tensors = (C, B, x, dt, NO_B, A, *optional, *state, slots, forced)
+    options = ("mamba2_decode", backend, dt_softplus, dt_limit, flush_period, type(flush_period))
+    known = recall(options, tensors)
     if known is None:
         check_mamba2(x, dt, B, C, A, D, z, dt_bias, dt_limit, state, "B")
         check_rows(slots, x.shape[0], force_flush, x.device)
         check_flush_period(flush_period, ring_k)
-        rules = Rules(softplus=dt_softplus, dt_min=dt_limits[0], dt_max=dt_limits[1])
-        known = remember("mamba2_decode", tensors, options, backend, _short_way(tensors, rules, flush_period))
-    if known.run is not None and not torch.is_grad_enabled():
+        dt_min, dt_max = limits(dt_limit)
+        rules = Rules(softplus=dt_softplus, dt_min=dt_min, dt_max=dt_max)
+        known = remember(options, tensors, backend, _short_way(tensors, rules, flush_period))
+    if known.run is not None:
         return known.run(*tensors)
-    inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *dt_limits)
-    return call("mamba2_decode", *inputs, *state, slots, flush_period, force_flush, known.backend)
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *limits(dt_limit))
+    return known.call(*inputs, *state, slots, flush_period, force_flush, known.backend)
 
 
 def _short_way(tensors: tuple[Tensor, ...], rules: Rules, flush_period: int) -> ShortWay:
-    """How a backend runs calls that look like this one, if it has a way that is shorter."""
+    return short_way("bind_decode", _check_on_host, tensors, rules, flush_period)
 
-    def of(backend: ModuleType) -> Callable[..., Any] | None:
-        bind = getattr(backend, "bind_decode", None)
-        run: Callable[..., Any] | None = bind and bind(tensors, rules, flush_period)
-        if run is None or tensors[0].device.type != "cpu":
-            return run
 
-        def checked(*given: Tensor) -> Any:
-            check_slots_on_host(given[15], given[9].shape[0])
-            return run(*given)
-
-        return checked
-
-    return of
+def _check_on_host(*tensors: Tensor) -> None:
+    check_slots_on_host(tensors[15], tensors[9].shape[0])
 
 
 def _register(schema: str) -> None:

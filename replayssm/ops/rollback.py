@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm.backends.step import ABSENT
 from replayssm.ops.checks import check_count, check_rank, check_tensor
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
+from replayssm.ops.known import recall, remember
 from replayssm.ops.windows import check_accepted_on_host
 
 
@@ -42,6 +44,26 @@ def accept(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or a count or a path is impossible.
     """
+    conv = (conv_state, conv_window)
+    there = [ABSENT[7 + i] if x is None else x for i, x in enumerate((*conv, path))]
+    tensors = (ring_u, ring_k, ring_g, write_pos, slots, num_tokens, num_accepted, *there)
+    options = ("accept", backend)
+    known = recall(options, tensors)
+    if known is None:
+        num_slots = _check_rings(ring_u, ring_k, ring_g, write_pos)
+        _check_counts(slots, num_tokens, num_accepted, ring_u.device)
+        if path is not None:
+            check_rank("path", path, "[B, T]")
+            check_tensor("path", path, (slots.numel(), path.shape[1]), "[B, T]", (torch.int32,), ring_u.device)
+        _check_conv(conv_state, conv_window, num_slots, ring_u.device)
+        known = remember(options, tensors, backend)
+    if path is None and conv_state is None:
+        return
+    known.call(ring_u, ring_k, ring_g, *conv, write_pos, slots, num_tokens, num_accepted, path, known.backend)
+
+
+def _check_rings(ring_u: Tensor, ring_k: Tensor, ring_g: Tensor, write_pos: Tensor) -> int:
+    """Check that they fit together; gives N."""
     check_rank("ring_u", ring_u, "[N, H_v, R, d_v]")
     check_rank("ring_k", ring_k, "[N, H_k, R, d_k]")
     num_slots, num_v_heads, ring_rows, _ = ring_u.shape
@@ -54,15 +76,7 @@ def accept(
     else:
         check_tensor("ring_g", ring_g, g_shape, g_dims, (torch.float32,), device)
     check_tensor("write_pos", write_pos, (num_slots,), "[N]", (torch.int32,), device)
-    _check_counts(slots, num_tokens, num_accepted, device)
-    if path is not None:
-        check_rank("path", path, "[B, T]")
-        check_tensor("path", path, (slots.numel(), path.shape[1]), "[B, T]", (torch.int32,), device)
-    _check_conv(conv_state, conv_window, num_slots, device)
-    if path is None and conv_state is None:
-        return
-    conv, rows = (conv_state, conv_window), (write_pos, slots, num_tokens, num_accepted, path)
-    call("accept", ring_u, ring_k, ring_g, *conv, *rows, resolve_backend(backend, device))
+    return num_slots
 
 
 def commit(

@@ -108,12 +108,13 @@ def advance(
     """
     forced = ABSENT[3] if force_flush is None else force_flush
     tensors = (write_pos, checkpoint_slot, slots, forced, ABSENT[4] if counters is None else counters)
-    known = recall("advance", tensors, (), backend)
+    options = ("advance", backend)
+    known = recall(options, tensors)
     if known is None:
         _check_cursors(write_pos, checkpoint_slot, slots, force_flush, counters)
-        known = remember("advance", tensors, (), backend)
+        known = remember(options, tensors, backend)
     check_count("flush_period", flush_period, 1)
-    call("advance", write_pos, checkpoint_slot, counters, slots, flush_period, force_flush, known.backend)
+    known.call(write_pos, checkpoint_slot, counters, slots, flush_period, force_flush, known.backend)
 
 
 def _check_cursors(

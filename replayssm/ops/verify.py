@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from replayssm.backends.step import ABSENT, Step, Window
-from replayssm.ops.dispatch import backend_module, call, register
+from replayssm.backends.step import ABSENT, Rules, Step, Window
+from replayssm.ops.dispatch import backend_module, register
 from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2, limits
-from replayssm.ops.known import recall, remember
-from replayssm.ops.layers import GATE, LAYERS, MAMBA2
-from replayssm.ops.windows import all_tokens, check_length, check_window, check_window_on_host
+from replayssm.ops.known import ShortWay, recall, remember, short_way
+from replayssm.ops.layers import GATE, LAYERS, MAMBA2, NO_B, NO_BIAS, NO_D, NO_Z, scale_of
+from replayssm.ops.windows import all_tokens_of, check_length, check_window, check_window_on_host
 
 _STATE_SCHEMA = (
     "Tensor(a!) checkpoint, Tensor(b!) ring_u, Tensor(c!) ring_k, Tensor(d!) ring_g, Tensor write_pos, "
@@ -33,6 +33,7 @@ _SCHEMAS = (
     f"kda_verify({GATE}, float? lower_bound, {_DELTA}) -> Tensor",
     f"mamba2_verify({MAMBA2}, float dt_min, float dt_max, {_STATE_SCHEMA}) -> Tensor",
 )
+_CHAIN = ABSENT[17]
 
 
 def gdn_verify(
@@ -76,18 +77,21 @@ def gdn_verify(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, a number is out of range, or T is too large.
     """
+    num_tokens = all_tokens_of(v) if num_tokens is None else num_tokens
     state, window = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot), (slots, num_tokens, parents)
-    tensors = (q, k, v, a, b, A_log, dt_bias, ABSENT[7], ABSENT[8], *state, *_there(window))
-    options = (beta_scale, scale, qk_l2norm)
-    known = recall("gdn_verify", tensors, options, backend)
+    rows = (slots, num_tokens, _CHAIN if parents is None else parents)
+    tensors = (q, k, v, a, b, A_log, dt_bias, NO_D, NO_Z, *state, *rows)
+    options = ("gdn_verify", backend, beta_scale, scale, qk_l2norm)
+    known = recall(options, tensors)
     if known is None:
         check_gdn(q, k, v, a, b, A_log, dt_bias, state, "B, T")
         _check_rows(v, ring_u, *window)
-        known = remember("gdn_verify", tensors, options, backend)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    numbers = (beta_scale, scale, qk_l2norm)
-    rows = _rows(v, *window)
-    return call("gdn_verify", q, k, v, a, b, A_log, dt_bias, *numbers, *state, *rows, known.backend)
+        rules = Rules(scale_of(q, scale), beta_scale, qk_l2norm)
+        known = remember(options, tensors, backend, _short_way(tensors, rules))
+    if known.run is not None:
+        return known.run(*tensors)
+    numbers = (beta_scale, scale_of(q, scale), qk_l2norm)
+    return known.call(q, k, v, a, b, A_log, dt_bias, *numbers, *state, *window, known.backend)
 
 
 def kda_verify(
@@ -128,17 +132,22 @@ def kda_verify(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, a number is out of range, or T is too large.
     """
+    num_tokens = all_tokens_of(v) if num_tokens is None else num_tokens
     state, window = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot), (slots, num_tokens, parents)
-    tensors = (q, k, v, a, b, A_log, dt_bias, ABSENT[7], ABSENT[8], *state, *_there(window))
-    options = (lower_bound, beta_scale, scale, qk_l2norm)
-    known = recall("kda_verify", tensors, options, backend)
+    rows = (slots, num_tokens, _CHAIN if parents is None else parents)
+    tensors = (q, k, v, a, b, A_log, dt_bias, NO_D, NO_Z, *state, *rows)
+    options = ("kda_verify", backend, lower_bound, beta_scale, scale, qk_l2norm)
+    known = recall(options, tensors)
     if known is None:
         check_kda(q, k, v, a, b, A_log, dt_bias, lower_bound, state, "B, T")
         _check_rows(v, ring_u, *window)
-        known = remember("kda_verify", tensors, options, backend)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    inputs = (q, k, v, a, b, A_log, dt_bias.view(k.shape[-2:]), lower_bound, beta_scale, scale, qk_l2norm)
-    return call("kda_verify", *inputs, *state, *_rows(v, *window), known.backend)
+        rules = Rules(scale_of(q, scale), beta_scale, qk_l2norm, lower_bound)
+        known = remember(options, tensors, backend, _short_way(tensors, rules))
+    if known.run is not None:
+        return known.run(*tensors)
+    bias, scale = dt_bias.view(k.shape[-2:]), scale_of(q, scale)
+    inputs = (q, k, v, a, b, A_log, bias, lower_bound, beta_scale, scale, qk_l2norm)
+    return known.call(*inputs, *state, *window, known.backend)
 
 
 def mamba2_verify(
@@ -180,36 +189,39 @@ def mamba2_verify(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, a number is out of range, or T is too large.
     """
+    num_tokens = all_tokens_of(x) if num_tokens is None else num_tokens
     state, window = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot), (slots, num_tokens, parents)
-    optional = (given if given is not None else ABSENT[6 + i] for i, given in enumerate((dt_bias, D, z)))
-    tensors = (C, B, x, dt, ABSENT[4], A, *optional, *state, *_there(window))
-    options = (dt_softplus, limits(dt_limit))
-    known = recall("mamba2_verify", tensors, options, backend)
+    rows = (slots, num_tokens, _CHAIN if parents is None else parents)
+    optional = (NO_BIAS if dt_bias is None else dt_bias, NO_D if D is None else D, NO_Z if z is None else z)
+    tensors = (C, B, x, dt, NO_B, A, *optional, *state, *rows)
+    options = ("mamba2_verify", backend, dt_softplus, dt_limit)
+    known = recall(options, tensors)
     if known is None:
         check_mamba2(x, dt, B, C, A, D, z, dt_bias, dt_limit, state, "B, T")
         _check_rows(x, ring_u, *window)
-        known = remember("mamba2_verify", tensors, options, backend)
+        dt_min, dt_max = limits(dt_limit)
+        rules = Rules(softplus=dt_softplus, dt_min=dt_min, dt_max=dt_max)
+        known = remember(options, tensors, backend, _short_way(tensors, rules))
+    if known.run is not None:
+        return known.run(*tensors)
     inputs = (x, dt, B, C, A, D, z, dt_bias, dt_softplus, *limits(dt_limit))
-    return call("mamba2_verify", *inputs, *state, *_rows(x, *window), known.backend)
+    return known.call(*inputs, *state, *window, known.backend)
 
 
-def _there(window: tuple[Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor, ...]:
-    """Slots, num_tokens and parents, for :func:`recall`."""
-    slots, num_tokens, parents = window
-    return slots, ABSENT[16] if num_tokens is None else num_tokens, ABSENT[17] if parents is None else parents
-
-
-def _check_rows(v: Tensor, ring_u: Tensor, slots: Tensor, num_tokens: Tensor | None, parents: Tensor | None) -> None:
+def _check_rows(v: Tensor, ring_u: Tensor, slots: Tensor, num_tokens: Tensor, parents: Tensor | None) -> None:
     batch, tokens = v.shape[:2]
     check_length(tokens, ring_u.shape[2])
     check_window(slots, num_tokens, parents, batch, tokens, v.device)
 
 
-def _rows(
-    v: Tensor, slots: Tensor, num_tokens: Tensor | None, parents: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Slots, num_tokens and parents, as the operators take them."""
-    return slots, all_tokens(v.shape[0], v.shape[1], v.device) if num_tokens is None else num_tokens, parents
+def _short_way(tensors: tuple[Tensor, ...], rules: Rules) -> ShortWay:
+    return short_way("bind_verify", _check_on_host, tensors, rules)
+
+
+def _check_on_host(*tensors: Tensor) -> None:
+    slots, num_tokens, parents = tensors[15:]
+    parents_given = None if parents is _CHAIN else parents
+    check_window_on_host(slots, tensors[9].shape[0], num_tokens, parents_given, tensors[2].shape[1])
 
 
 def _register(schema: str) -> None:

@@ -22,19 +22,20 @@ def check_length(tokens: int, ring_rows: int | None = None) -> None:
 
 
 def check_window(
-    slots: Tensor, num_tokens: Tensor | None, parents: Tensor | None, batch: int, tokens: int, device: torch.device
+    slots: Tensor, num_tokens: Tensor, parents: Tensor | None, batch: int, tokens: int, device: torch.device
 ) -> None:
-    """Check which rows and tokens a window has; num_tokens None: all T."""
+    """Check which rows and tokens a window has."""
     check_tensor("slots", slots, (batch,), "[B]", (torch.int32,), device)
     if parents is not None:
         check_tensor("parents", parents, (batch, tokens), "[B, T]", (torch.int32,), device)
-    if num_tokens is not None:
-        check_tensor("num_tokens", num_tokens, (batch,), "[B]", (torch.int32,), device)
+    check_tensor("num_tokens", num_tokens, (batch,), "[B]", (torch.int32,), device)
 
 
-def all_tokens(batch: int, tokens: int, device: torch.device) -> Tensor:
-    """num_tokens of a window whose rows use all of it."""
-    return torch.full((batch,), tokens, dtype=torch.int32, device=device)
+def all_tokens_of(window: Tensor) -> Tensor:
+    """num_tokens where the rows of a window ``[B, T, ...]`` use all of it. (If it is none, the checks say so.)"""
+    if not isinstance(window, Tensor) or window.dim() < 2:
+        return torch.empty(0, dtype=torch.int32)
+    return torch.full(window.shape[:1], window.shape[1], dtype=torch.int32, device=window.device)
 
 
 def check_window_on_host(

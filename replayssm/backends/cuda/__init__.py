@@ -10,11 +10,15 @@ import torch
 
 from replayssm.backends.cuda.build import missing_package
 from replayssm.backends.cuda.decode import bind_decode, decode_step
-from replayssm.backends.cuda.verify import verify_step
+from replayssm.backends.cuda.state import materialize, read_state
+from replayssm.backends.cuda.verify import bind_verify, verify_step
 
 __all__ = [
     "bind_decode",
+    "bind_verify",
     "decode_step",
+    "materialize",
+    "read_state",
     "unavailable_reason",
     "verify_step",
 ]

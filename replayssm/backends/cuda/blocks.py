@@ -18,6 +18,7 @@ UNITS = 16  # records that a kernel takes at once
 #: from which they are fewer, with a 16-bit state.
 FEW_ROWS, SOME_ROWS, MANY_ROWS, VERY_MANY_ROWS = 400, 800, 2500, 6000
 MOST_REGISTERS = 168  # that a thread is given
+FOLD_REGISTERS = 96  # where it only folds
 #: What blocks share, and what of the memory each has reserved.
 MULTIPROCESSOR = {"registers": 65536, "shared_bytes": 228 * 1024, "reserved": 1024}
 
@@ -35,6 +36,7 @@ class Shape:
     ring_rows: int
     state_dtype: torch.dtype
     update_dtype: torch.dtype = torch.float32  # of the ring; its keys are in the activations'
+    window: bool = False  # of one token, in place of a decode step
 
     def unsupported(self) -> str | None:
         """None if there is a kernel, else why not."""
@@ -67,7 +69,7 @@ class Block:
         """The size of `Memory` in config.cuh."""
         d_k, ring, heads = shape.head_k_dim, shape.ring_rows, max(1, self.rows // shape.head_v_dim)
         records = ring * (d_k * activations.itemsize + self.rows * shape.update_dtype.itemsize)
-        decays = 4 * d_k * (ring + 1) if shape.channel else 32
+        decays = 4 * d_k * (ring + (3 if shape.window else 1)) if shape.channel else 32
         split = shape.state_dtype.itemsize == 2 and (shape.channel or activations != shape.state_dtype)
         terms = 12 * d_k if split else 8 * shape.state_dtype.itemsize
         unit_rows = -(-ring // UNITS) * UNITS
@@ -110,6 +112,15 @@ def choose(
     if each < FEW_ROWS:
         return block
     return staying(block, shape, activations, registers_for(shape, block, activations, each))
+
+
+def choose_fold(
+    shape: Shape, keys: torch.dtype, batch_rows: int, multiprocessors: int, shared_limit: int
+) -> Block | None:
+    """The block that folds so many rows of states, or None: its tile has 32 KiB at most, and it takes no other."""
+    few = min(batch_rows, FEW_ROWS * multiprocessors)
+    block = choose(shape, keys, few, multiprocessors, shared_limit)
+    return block and replace(block, registers=FOLD_REGISTERS, resident=0, eager=False)
 
 
 def half_tile(shape: Shape, whole: int) -> Block | None:

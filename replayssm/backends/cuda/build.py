@@ -20,6 +20,7 @@ from replayssm.folders import cache_folder
 
 COMMON = ("device.cuh", "rules.cuh", "layer.cuh")
 SOURCES = (*COMMON, "config.cuh", "gates.cuh", "items.cuh", "products.cuh", "flush.cuh", "decode.cu")
+FOLD = (*COMMON, "config.cuh", "gates.cuh", "items.cuh", "flush.cuh", "state.cu")
 VERIFY = (*COMMON, "window.cuh", "window_gates.cuh", "window_products.cuh", "fold.cuh", "verify.cu")
 STANDARD = "c++17"
 

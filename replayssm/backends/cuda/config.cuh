@@ -6,7 +6,9 @@ struct Params {
     void *y, *checkpoint, *ring_u, *ring_k;
     float* ring_g;
     const int *write_pos, *checkpoint_slot, *slots;
+    const int* num_tokens;  // of a window, as are the arrivals; of a fold, the slots that it writes
     const void* force_flush;
+    int* arrivals;  // [N, H_k], zeros between launches
     int q_row, q_head, k_row, k_head, v_row, v_head, a_row, a_head, b_row, b_head, z_row, z_head, d_head, d_dim;
     int checkpoint_stride, ring_u_stride, ring_k_stride, ring_g_stride;
     float scale, beta_scale, lower_bound, dt_min, dt_max;
@@ -23,6 +25,10 @@ struct Case : Layer {
     static constexpr bool NORMAL_KEYS = CASE_FLAGS & 16;    // a record is (u, k, g) with the normalised key
     static constexpr bool INPUT_RECORDS = CASE_FLAGS & 32;  // a record is (x, B, Δ)
     static constexpr bool ZERO_PADDING = CASE_FLAGS & 64;
+    // The token is a verify window: a row flushes where its ring is full, and then its committed records alone.
+    static constexpr bool WINDOW = CASE_FLAGS & 128;
+    // There is no token: only the records are folded, which is written to other slots, or as float32.
+    static constexpr bool FOLD = CASE_FLAGS & 256, TO_SLOTS = CASE_FLAGS & 512;
     static constexpr int FORCE_BYTES = CASE_FORCE_BYTES;  // of a flag in force_flush, 0 without
     static constexpr bool STAYS = CASE_STAYS;  // take tile after tile
 
@@ -40,7 +46,7 @@ struct Case : Layer {
     static constexpr bool SPLIT = MATRIX && !EXACT;
     // In a flush: updates and keys as sums of so many numbers in bfloat16, which leaves 2^-24 or, where the checkpoint
     // itself has 16 bits, 2^-16.
-    static constexpr int UPDATE_TERMS = sizeof(C) == 4 ? 3 : 2;
+    static constexpr int UPDATE_TERMS = sizeof(C) == 4 || FOLD ? 3 : 2;
     static constexpr int KEY_TERMS = !CHANNEL && same<X, bf16>::value ? 1 : UPDATE_TERMS;
 
     static_assert(WARPS > 1, "one warp has the decays to work out, another the products");
@@ -56,18 +62,25 @@ struct alignas(8) Pair {
 
 // What a block's rows share.
 struct alignas(16) Products {
-    float kq, q_norm, k_norm, unused;
+    float kq, q_norm, k_norm;
+    int last;  // whether the block was the last of its key head's to come
 };
 
 struct alignas(16) Head {
     float total;  // decay of the checkpoint
     float beta;
     float input;  // Δ of Mamba-2
-    float unused;
+    float token;  // this token's decay, where the others don't include it
+};
+
+// Channel gate, a window that flushes: decays of the checkpoint to the last record, and of this token.
+template <class F, bool = F::CHANNEL && F::WINDOW> struct FoldDecays {};
+template <class F> struct FoldDecays<F, true> {
+    float committed[F::D_K], token[F::D_K];
 };
 
 // `shared_bytes` in blocks.py counts the same.
-template <class F> struct alignas(128) Memory {
+template <class F> struct alignas(128) Memory : FoldDecays<F> {
     typename F::C tile[F::ROWS * F::D_K];
     // The committed records. A channel gate's log decays make way for the decayed keys.
     typename F::X ring_k[F::RING * F::D_K];

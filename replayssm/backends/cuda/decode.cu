@@ -1,4 +1,5 @@
-// One decode step by replay, for both gates and both rules (equations: replayssm/backends/torch/decode.py, same letters).
+// One decode step by replay, for both gates and both rules (equations: replayssm/backends/torch/decode.py, same letters);
+// or a verify window of one token, which is the same but for what a flush folds.
 //
 // A slot's states are one matrix [H_v d_v, d_k]. An item is some of its rows; a block takes item after item. A block first
 // works out what the item's rows share: the decays, and the products of the ring's keys with q and k. A thread answers
@@ -25,11 +26,15 @@ DEVICE void replay_records(const Memory<F>& m, const Row& at, int in_tile, int h
 }
 
 template <class F> DEVICE bool must_flush(const Params& p, const Row& at) {
+    if (F::WINDOW) return at.cursor == F::RING;
     bool flush = at.cursor >= p.flush_period - 1;
     if (F::FORCE_BYTES == 1) flush |= static_cast<const unsigned char*>(p.force_flush)[at.row] != 0;
     if (F::FORCE_BYTES == 4) flush |= static_cast<const int*>(p.force_flush)[at.row] != 0;
     return flush;
 }
+
+// Where this token's record goes.
+template <class F> DEVICE int ring_row(const Row& at) { return F::WINDOW && at.flush ? 0 : at.cursor; }
 
 // Output and record of the thread's rows, from S q and S k. Leaves the update in m.sums for a flush.
 template <class F>
@@ -39,12 +44,12 @@ DEVICE void finish_rows(const Params& p, Memory<F>& m, const Row& at, int row, i
     Few<typename F::U, F::OWN> record;
 #pragma unroll
     for (int r = 0; r < F::OWN; ++r) {
-        const float v = to_float(in.v[r]);
+        const float v = to_float(in.v[r]), apart = F::WINDOW && !F::CHANNEL ? h.token : 1.0f;
         const Pair state = m.sums[in_tile + r];
-        const float sq = fmaf(state.q, h.total, ring[r].q);
+        const float sq = fmaf(state.q, h.total, ring[r].q) * apart;
         float y, update, kept;
         if (F::DELTA) {
-            const float sk = fmaf(state.k, h.total, ring[r].k);
+            const float sk = fmaf(state.k, h.total, ring[r].k) * apart;
             const float change = h.beta * (v - shared.k_norm * sk);
             update = change * shared.k_norm;
             y = fmaf(update, shared.kq, sq) * (shared.q_norm * p.scale);
@@ -62,8 +67,10 @@ DEVICE void finish_rows(const Params& p, Memory<F>& m, const Row& at, int row, i
     }
     auto* y = static_cast<typename F::X*>(p.y) + static_cast<i64>(at.row) * (F::V_HEADS * F::D_V) + row;
     *reinterpret_cast<Few<typename F::X, F::OWN>*>(y) = out;
-    if (!at.flush)
-        *reinterpret_cast<Few<typename F::U, F::OWN>*>(ring_u_of<F>(p, at.slot, row) + at.cursor * F::D_V) = record;
+    if (!at.flush || F::WINDOW) {  // here the row is the thread's own, so that a flush need not wait for others to read it
+        typename F::U* ring_u = ring_u_of<F>(p, at.slot, row) + ring_row<F>(at) * F::D_V;
+        *reinterpret_cast<Few<typename F::U, F::OWN>*>(ring_u) = record;
+    }
 }
 
 // What an item's rows share, from staged inputs and the ring's keys: decays and products. All threads together.
@@ -98,10 +105,34 @@ DEVICE void prepare(const Params& p, Memory<F>& m, const Row& at, int first_head
 // This token's key into the ring.
 template <class F> DEVICE void append_key(const Params& p, const Memory<F>& m, const Row& at, int key_head) {
     const float factor = F::DELTA && F::NORMAL_KEYS ? m.products.k_norm : 1.0f;
-    typename F::X* to = ring_k_of<F>(p, at.slot, key_head) + at.cursor * F::D_K;
+    typename F::X* to = ring_k_of<F>(p, at.slot, key_head) + ring_row<F>(at) * F::D_K;
 #pragma unroll 1
     for (int c = threadIdx.x; c < F::D_K; c += F::THREADS)
         to[c] = convert<typename F::X>::from(to_float(m.k[c]) * factor);
+}
+
+// A window's key and decays go where the records were that it folds. Other blocks may still read these, so it is the last
+// of a key head's blocks to come that puts them there. Whether this one is, which has read what it needs and then waited
+// at a barrier.
+template <class F> DEVICE bool comes_last(const Params& p, Memory<F>& m, const Row& at, int key_head) {
+    constexpr int SHARERS = F::GROUP * F::D_V / F::ROWS;
+    if (SHARERS == 1) return true;
+    if (threadIdx.x == 0) {
+        int* arrivals = p.arrivals + static_cast<i64>(at.slot) * (F::V_HEADS / F::GROUP) + key_head;
+        m.products.last = count_arrival(arrivals) == SHARERS - 1;
+        if (m.products.last) *arrivals = 0;
+    }
+    sync_block();
+    return m.products.last;
+}
+
+// The decays of all heads of a key head, into the ring's first row.
+template <class F> DEVICE void append_decays(const Params& p, const Row& at, int key_head) {
+#pragma unroll 1
+    for (int n = threadIdx.x; n < F::GROUP * F::GATES; n += F::THREADS) {
+        const int head = key_head * F::GROUP + n / F::GATES, channel = n % F::GATES;
+        ring_g_of<F>(p, at.slot, head)[channel] = token_log_decay<F>(p, at.row, head, channel);
+    }
 }
 
 // An item without a slot.
@@ -121,7 +152,7 @@ template <class F> DEVICE void multiply_tile(Memory<F>& m, const Thread<F>& me) 
 
 template <class F> DEVICE void decode(const Params& p, Memory<F>& m) {
     Item<F> now{static_cast<u32>(blockIdx.x)};
-    now.slot = slot_of<F>(p, now.number);
+    now.slot = Slot<F>(p, now.number, true).used();
     Inputs<F> in;
     GateInputs<F> gate;
     u32 phases;  // of the barriers: the lowest bit that of the tile's, the next that of the others
@@ -132,15 +163,15 @@ template <class F> DEVICE void decode(const Params& p, Memory<F>& m) {
         phases = start<F>(p, m, now, me);
         fetch_gate<F>(p, now, F::EAGER ? F::RING : now.cursor, me, gate);
     }
-    int slot_ahead = F::STAYS ? slot_of<F>(p, now.number + p.blocks) : -1;
+    Slot<F> ahead(p, now.number + p.blocks, F::STAYS);
 
 #pragma unroll 1
     while (true) {
         const Thread<F> me(fresh(threadIdx.x));
-        Item<F> next{now.number + p.blocks, slot_ahead};
+        Item<F> next{now.number + p.blocks, ahead.used()};
         if (F::STAYS) {
             next.look_up(p);
-            slot_ahead = slot_of<F>(p, next.number + p.blocks);
+            ahead = Slot<F>(p, next.number + p.blocks, true);
         }
         in.stage_keys(m);
         if (F::STAYS && next.number < p.items) in.fetch_keys(p, next);
@@ -176,12 +207,17 @@ template <class F> DEVICE void decode(const Params& p, Memory<F>& m) {
                 barrier_wait(&m.updates_come, phases >> 1);
                 if (me.owner) replay_records<F>(m, at, me.in_tile, head, ring);
             }
-            if (append && first_head % F::GROUP == 0) append_key<F>(p, m, at, first_head / F::GROUP);
+            bool appends = append && first_head % F::GROUP == 0;
+            if (F::WINDOW && at.flush) {
+                appends = comes_last<F>(p, m, at, first_head / F::GROUP);
+                if (appends) append_decays<F>(p, at, first_head / F::GROUP);
+            }
+            if (appends) append_key<F>(p, m, at, first_head / F::GROUP);
             sync_warp();
             if (me.owner)
                 finish_rows<F>(p, m, at, now.first_row() + me.in_tile, me.in_tile, m.heads[head], m.products, in, ring);
             sync_warp();
-            if (at.flush) flush_rows<F>(p, m, at, now.first_row(), me.warp, me.lane);
+            if (at.flush) fold_tile<F>(m, at, checkpoint_of<F>(p, at.slot, now.first_row()), me.warp, me.lane);
             phases ^= 3;
             if (F::STAYS) sync_block();
         }

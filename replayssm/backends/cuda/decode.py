@@ -8,7 +8,8 @@ that part alone, for calls that look the same.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from struct import Struct
 from typing import Any
 
@@ -20,19 +21,19 @@ from replayssm.backends.cuda.cuts import cut_of
 from replayssm.backends.cuda.launch import Plan
 from replayssm.backends.step import Layer, Rules, Step, counted_off
 
-# As `Params` in config.cuh: addresses; then strides, scale to dt_max, flush_period, items, blocks.
+# As `Params` in config.cuh: addresses, but for num_tokens and arrivals, which are a window's; then strides, scale to
+# dt_max, flush_period, items, blocks.
 _REST = Struct("@18i5f3i")
-_PARAMS = Struct(f"@18Q{_REST.size}s")
-_OUT = 9  # its place among the addresses
-_L2_NORM, _SOFTPLUS, _BOUNDED, _ROW_CURSORS, _NORMAL_KEYS, _INPUT_RECORDS, _ZERO_PADDING = (2**i for i in range(7))
+_PARAMS = Struct(f"@17Q8xQ8x{_REST.size}s")
+_L2_NORM, _SOFTPLUS, _BOUNDED, _ROW_CURSORS, _NORMAL_KEYS, _INPUT_RECORDS, _ZERO_PADDING, _WINDOW = (
+    2**i for i in range(8)
+)
 _RECORDS = {"updates": 0, "normalised": _NORMAL_KEYS, "inputs": _INPUT_RECORDS}
 
 _plans: dict[Any, Plan] = {}
 
-Run = Callable[..., Tensor]
 
-
-def bind_decode(tensors: Sequence[Tensor], rules: Rules, flush_period: int) -> Run | None:
+def bind_decode(tensors: Sequence[Tensor], rules: Rules, flush_period: int) -> launch.Run | None:
     """How calls of one look run that need no more checks; None if they have no kernel.
 
     Args:
@@ -45,19 +46,12 @@ def bind_decode(tensors: Sequence[Tensor], rules: Rules, flush_period: int) -> R
     plan = _plan(layer, rules, step)
     if plan.launch is None or not layer.v.shape[0]:
         return None
-    device = layer.v.device
 
-    def run(*given: Tensor) -> Tensor:
-        out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
-        addresses = list(map(Tensor.data_ptr, given))
-        addresses.insert(_OUT, out.data_ptr())
-        if launch.are_aligned(addresses):
-            launch.start(plan, _PARAMS, addresses, device)
-            return out
+    def whole_way(*given: Tensor) -> Tensor:
         layer, step = counted_off(given, flush_period)
-        return launch.triton().decode_step(layer, rules, step)
+        return decode_step(layer, rules, step)
 
-    return run
+    return launch.bind(plan, _PARAMS, layer.v, launch.are_aligned, whole_way)
 
 
 def decode_step(layer: Layer, rules: Rules, step: Step) -> Tensor:
@@ -81,7 +75,7 @@ def _plan(layer: Layer, rules: Rules, step: Step) -> Plan:
     look = _look(layer, rules, step)
     plan = _plans.get(look)
     if plan is None:
-        plan = _plans[look] = _make_plan(layer, rules, step)
+        plan = _plans[look] = make_plan(layer, rules, step)
     return plan
 
 
@@ -92,9 +86,17 @@ def _look(layer: Layer, rules: Rules, step: Step) -> Any:
     return (*options, layer.v.shape, layer.v.device, step.ring_k.shape, *tensors)
 
 
-def _make_plan(layer: Layer, rules: Rules, step: Step) -> Plan:
+def make_plan(layer: Layer, rules: Rules, step: Step, *, window: bool = False) -> Plan:
+    """How steps that look like this one run, or windows of one token.
+
+    Args:
+        layer: of one token.
+        rules: of the layer.
+        step: of a window, it has no flags.
+        window: whether rows flush as a window's do.
+    """
     strides = launch.strides_of(layer, step)
-    shape = launch.shape_of(layer, step)
+    shape = replace(launch.shape_of(layer, step), window=window)
     missing = launch.unsupported(layer, step, strides) or shape.unsupported()
     if missing is not None:
         return Plan(None, missing=missing)
@@ -105,13 +107,14 @@ def _make_plan(layer: Layer, rules: Rules, step: Step) -> Plan:
         return Plan(None, missing="a multiprocessor's shared memory can't hold the ring")
     flags = _L2_NORM * rules.l2_norm | _SOFTPLUS * rules.softplus | _BOUNDED * (rules.lower_bound is not None)
     flags |= _RECORDS[step.records] | _ROW_CURSORS * (step.checkpoint_slot is None)
-    flags |= _ZERO_PADDING * step.zero_padding
+    flags |= _ZERO_PADDING * step.zero_padding | _WINDOW * window
     forced = launch.FLAG_BYTES[None if step.force_flush is None else step.force_flush.dtype]
     options = macros(shape, block, launch.types_of(layer, step) | {"FLAGS": flags, "FORCE_BYTES": forced})
     try:
         found = launch.kernel(tuple(options.items()), block, shape, v.dtype, device, "replayssm_decode")
     except build.BuildError as error:
-        warnings.warn(f"{error}. Decode steps run on the triton backend.", RuntimeWarning, stacklevel=2)
+        what = "Verify windows of one token" if window else "Decode steps"
+        warnings.warn(f"{error}. {what} run on the triton backend.", RuntimeWarning, stacklevel=2)
         return Plan(None, missing=str(error))
     items = v.shape[0] * shape.num_v_heads * shape.head_v_dim // block.rows
     count = block.count(items, about.multiprocessors)

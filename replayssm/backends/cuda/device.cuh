@@ -144,6 +144,24 @@ DEVICE void matrix_product_tf32(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Copy 16 bytes, between addresses of multiples of 16, from global to shared memory, or zeros there: for a thread that later
+// waits for all its own copies of this kind.
+DEVICE void copy_16_bytes(void* to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+DEVICE void wait_for_own_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Four matrices of 8 rows of 16 bytes from shared memory: lane 8n + i gives the address of row i of matrix n, lane 4i + j gets
+// word j of row i of each. As operands of products of 16-bit numbers, or of tf32, want it.
+DEVICE void load_matrices(u32 (&words)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
 // threadIdx.x, of which a loop's body keeps nothing from one round to the next: what follows from it costs less to work
 // out again than registers to hold.
 DEVICE int thread_of_round() {
@@ -160,10 +178,21 @@ DEVICE void prefetch(const void* from, u32 bytes) {
 // What is the same in all lanes of a warp, so that the compiler knows.
 DEVICE int same_in_warp(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// How many came before, in whose turn the caller's reads of global memory are done.
-DEVICE int count_arrival(int* counter) {
-    __threadfence();
-    return atomicAdd(counter, 1);
+// How many came before `count` more, in whose turn the callers' reads of global memory are done.
+DEVICE int count_arrival(int* counter, int count = 1) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count) : "memory");
+    return before;
+}
+
+// Words that one access writes, in global memory. (Those of a struct are stored one by one.)
+DEVICE void store_words(void* to, u32 a, u32 b) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(a), "r"(b) : "memory");
+}
+DEVICE void store_words(void* to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
 }
 
 // A kernel, each block of which does run(params, memory). The bound is Hopper's: there it decides how many blocks share a
@@ -257,6 +286,15 @@ template <class T, int N> struct packed {
             for (int i = 0; i < WORDS / 4; ++i)
                 static_cast<words4*>(to)[i] = words4{{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]}};
         }
+    }
+
+    // The same, of 8 or 16 bytes, in one access to global memory.
+    DEVICE void store_at_once(void* to) const {
+        static_assert(WORDS <= 4, "more than one access");
+        if constexpr (WORDS == 2)
+            store_words(to, word[0], word[1]);
+        else
+            store_words(to, word[0], word[1], word[2], word[3]);
     }
 
     DEVICE void clear() {

@@ -7,7 +7,8 @@ template <class F> struct Item {
     int slot, cursor, source;
 
     DEVICE Row at() const { return Row{static_cast<int>(row()), slot, cursor, false}; }
-    DEVICE u32 row() const { return number / F::TILES_OF_SLOT; }  // of the batch
+    // Of the batch. (Were a window's kept, other registers would be spilled.)
+    DEVICE u32 row() const { return (F::WINDOW ? fresh(number) : number) / F::TILES_OF_SLOT; }
     DEVICE u32 first_row() const { return number % F::TILES_OF_SLOT * F::ROWS; }
     DEVICE u32 first_head() const { return first_row() / F::D_V; }
     DEVICE void look_up(const Params& p) {
@@ -18,9 +19,18 @@ template <class F> struct Item {
     }
 };
 
-template <class F> DEVICE int slot_of(const Params& p, u32 number) {
-    return number < p.items ? p.slots[number / F::TILES_OF_SLOT] : -1;
-}
+// An item's slot as it comes from memory: what is done with it waits for it.
+template <class F> struct Slot {
+    int slot, tokens;
+
+    DEVICE Slot(const Params& p, u32 number, bool wanted) {
+        const u32 row = number / F::TILES_OF_SLOT;
+        const bool there = wanted && number < p.items;
+        slot = there ? p.slots[row] : -1;
+        if (F::WINDOW) tokens = there ? p.num_tokens[row] : 0;
+    }
+    DEVICE int used() const { return F::WINDOW && tokens <= 0 ? -1 : slot; }
+};
 
 // Where a thread stands.
 template <class F> struct Thread {
@@ -129,8 +139,9 @@ DEVICE void fetch_gate(const Params& p, const Item<F>& item, int rows, const Thr
     in.fetch(p, item.at(), item.first_head() + (F::CHANNEL ? 0 : me.warp), rows, me.lane);
 }
 
-// The first item's copies. The tile's starts from the slot's own checkpoint, where it nearly always lies, before it is
-// known to; whether it had to be made again.
+// The first item's copies. Where blocks stay, all of them start at once: the records come first, so that nobody waits for
+// his behind the tiles of all. Elsewhere the tile's starts from the slot's own checkpoint, where it nearly always lies,
+// before it is known to; whether it had to be made again.
 template <class F> DEVICE bool start(const Params& p, Memory<F>& m, Item<F>& item, const Thread<F>& me) {
     if (threadIdx.x == 0) {
         barrier_init(&m.keys_come);
@@ -139,6 +150,12 @@ template <class F> DEVICE bool start(const Params& p, Memory<F>& m, Item<F>& ite
     }
     sync_block();
     if (item.slot < 0) return false;
+    if (F::STAYS && !F::EAGER) {
+        item.look_up(p);
+        copy_records<F>(p, m, item, item.cursor, me);
+        if (me.copies_tile()) copy_tile<F>(p, m, item, item.source);
+        return false;
+    }
     if (me.copies_tile()) copy_tile<F>(p, m, item, item.slot);
     if (F::EAGER) copy_records<F>(p, m, item, F::RING, me);
     item.look_up(p);

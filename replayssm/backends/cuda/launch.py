@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from replayssm.backends.cuda import blocks, build, driver
 from replayssm.backends.cuda.windows import Window
@@ -17,8 +19,17 @@ ALIGNMENT = 16  # bytes, of the bulk copies and vectors
 FLAG_BYTES = {None: 0, torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4}  # of a flag in force_flush
 _LARGEST_STRIDE = 2**31 - 1
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", None: "none"}
-_FILES = {"replayssm_decode": build.SOURCES, "replayssm_verify": build.VERIFY}
+_FILES = {"replayssm_decode": build.SOURCES, "replayssm_fold": build.FOLD, "replayssm_verify": build.VERIFY}
 
+Run = Callable[..., Tensor]
+OUT = 9  # the output's place among the addresses, behind a layer's tensors
+
+# A device's current stream, as a handle, and the current device's number; a torch for CPUs has neither.
+# (`torch.cuda.current_stream` makes an object first: ten times as long.)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+_address = Tensor.data_ptr
 _arguments = driver.Arguments()
 
 
@@ -42,22 +53,50 @@ def start(plan: Plan, arguments: Struct, addresses: list[int], device: torch.dev
     """
     arguments.pack_into(_arguments.bytes, 0, *addresses, plan.rest)
     assert plan.launch is not None
-    if is_current(device):
-        plan.launch(plan.blocks, current_stream(device), _arguments)
+    if current_device() == device.index:
+        plan.launch(plan.blocks, current_stream(device.index), _arguments)
         return
     with torch.cuda.device(device):
-        plan.launch(plan.blocks, current_stream(device), _arguments)
+        plan.launch(plan.blocks, current_stream(device.index), _arguments)
 
 
-def current_stream(device: torch.device) -> int:
-    """Its handle. (`torch.cuda.current_stream` makes an object first: ten times as long.)"""
-    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return stream
+def bind(plan: Plan, arguments: Struct, v: Tensor, are_aligned: Callable[[list[int]], bool], whole_way: Run) -> Run:
+    """How calls of one look run that need no more checks: their addresses packed, and one launch.
+
+    Args:
+        plan: it has a launch.
+        arguments: how addresses and rest lie.
+        v: the third tensor of such a call; outputs are like it.
+        are_aligned: whether the tensors, the output among them, begin where the kernel wants it.
+        whole_way: takes calls whose tensors don't, and those on another GPU than the current one.
+    """
+    launch, blocks, rest, _ = plan
+    assert launch is not None
+    pack, index, output = arguments.pack_into, v.device.index, _output_like(v)
+
+    def run(*given: Tensor) -> Tensor:
+        out = output()
+        addresses = list(map(_address, given))
+        addresses.insert(OUT, _address(out))
+        if current_device() != index or not are_aligned(addresses):
+            return whole_way(*given)
+        pack(_arguments.bytes, 0, *addresses, rest)
+        launch(blocks, current_stream(index), _arguments)
+        return out
+
+    return run
 
 
-def is_current(device: torch.device) -> bool:
-    """Whether launches go to this device."""
-    return torch._C._cuda_getDevice() == device.index
+def _output_like(v: Tensor) -> Callable[[], Tensor]:
+    """Makes outputs for the look of v, on the current device.
+
+    As programs that torch has compiled do, without its dispatcher: in half of the time.
+    """
+    like = torch.empty_like(v, memory_format=torch.contiguous_format)
+    make = getattr(guards, f"_empty_strided_{v.device.type}", None)  # no public part of torch
+    if make is None:
+        return partial(torch.empty, like.shape, dtype=v.dtype, device=v.device)
+    return partial(make, tuple(like.shape), like.stride(), v.dtype)
 
 
 def are_aligned(addresses: list[int]) -> bool:
@@ -73,21 +112,34 @@ def unsupported(layer: Layer, step: Step, strides: tuple[int, ...]) -> str | Non
         step: see there.
         strides: all that a kernel is given.
     """
-    state = (step.checkpoint, step.ring_u, step.ring_k, step.ring_g)
-    if not all(x[:1].is_contiguous() for x in state):
-        return "a slot's elements don't follow each other"
-    if any(x.stride(0) * x.element_size() % ALIGNMENT for x in (state if layer.channel else state[:3])):
-        return f"slots don't begin at multiples of {ALIGNMENT} bytes"
     if step.ring_k.dtype != layer.k.dtype:
         return "the ring's keys have another dtype than the activations"
     lines = [layer.q, layer.k, layer.v, layer.z, layer.a if layer.channel else None]
     if any(x is not None and x.stride(-1) != 1 for x in lines):
         return "the elements of a head don't follow each other"
     whole = (layer.rate, layer.bias, step.write_pos, step.checkpoint_slot, step.slots, step.force_flush, step.out)
-    if not all(x is None or x.is_contiguous() for x in whole):
-        return "parameters, cursors, slots or outputs don't follow each other"
     if step.force_flush is not None and step.force_flush.dtype not in FLAG_BYTES:
         return f"force_flush has dtype {step.force_flush.dtype}"
+    return unsupported_state((step.checkpoint, step.ring_u, step.ring_k, step.ring_g), whole, strides, layer.channel)
+
+
+def unsupported_state(
+    state: tuple[Tensor, ...], whole: tuple[Tensor | None, ...], strides: tuple[int, ...], channel: bool
+) -> str | None:
+    """None if the kernels take states that lie in memory as these do, else why not.
+
+    Args:
+        state: checkpoints and rings.
+        whole: tensors that may have no gaps.
+        strides: all that a kernel is given.
+        channel: whether there is a decay for each key channel.
+    """
+    if not all(x[:1].is_contiguous() for x in state):
+        return "a slot's elements don't follow each other"
+    if any(x.stride(0) * x.element_size() % ALIGNMENT for x in (state if channel else state[:3])):
+        return f"slots don't begin at multiples of {ALIGNMENT} bytes"
+    if not all(x is None or x.is_contiguous() for x in whole):
+        return "parameters, cursors, slots or outputs don't follow each other"
     return "a stride is too large" if max(strides) > _LARGEST_STRIDE else None
 
 

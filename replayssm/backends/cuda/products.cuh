@@ -195,7 +195,7 @@ template <class F> DEVICE void share_products(Memory<F>& m, int lane) {
         q_norm = inverse_norm(sum_over_lanes<32>(qq));
         k_norm = inverse_norm(sum_over_lanes<32>(kk));
     }
-    if (lane == 0) m.products = Products{kq, q_norm, k_norm, 0.0f};
+    if (lane == 0) m.products = Products{kq, q_norm, k_norm, 0};
 }
 
 // Products of the ring's keys with q and k: by one warp on the matrix units, 16 records at a time.
@@ -222,6 +222,20 @@ template <class F> DEVICE void matrix_scores(Memory<F>& m, const Row& at, int la
     }
 }
 
+// A lane's columns of a record's key; of a channel gate's, decayed to this token.
+template <class F> DEVICE void load_record_key(const Memory<F>& m, const Row& at, int j, int lane, float (&key)[16]) {
+    if constexpr (!F::CHANNEL) {
+        load_columns<F>(m.ring_k + j * F::D_K, lane, key);
+    } else {
+        load_columns<F>(m.keys + j * F::D_K, lane, key);
+        if constexpr (F::WINDOW) {
+            if (!at.flush) return;
+#pragma unroll
+            for (int i = 0; i < 16; ++i) key[i] *= m.token[column_of<F>(i / F::VECTOR, lane) + i % F::VECTOR];
+        }
+    }
+}
+
 // The same by multiply-adds: all warps together, PASS records at a time each.
 template <class F> DEVICE void share_scores(Memory<F>& m, const Row& at, int warp, int lane) {
     const int in_pass = lane / F::LANES;
@@ -232,10 +246,7 @@ template <class F> DEVICE void share_scores(Memory<F>& m, const Row& at, int war
     for (int first = warp * F::PASS; first < at.cursor; first += F::WARPS * F::PASS) {
         const int j = first + in_pass;
         const bool committed = j < at.cursor;
-        if constexpr (F::CHANNEL)
-            load_columns<F>(m.keys + (committed ? j : 0) * F::D_K, lane, key);
-        else
-            load_columns<F>(m.ring_k + (committed ? j : 0) * F::D_K, lane, key);
+        load_record_key<F>(m, at, committed ? j : 0, lane, key);
         const float score_q = sum_over_lanes<F::LANES>(dot16(key, q));
         const float score_k = F::DELTA ? sum_over_lanes<F::LANES>(dot16(key, k)) : 0.0f;
         if (committed && lane % F::LANES == 0) m.scores[j] = Pair{score_q, score_k};

@@ -1,29 +1,68 @@
 """One verify window with the kernels in CUDA C++: which kernel, its arguments, its launch.
 
 As in :mod:`replayssm.backends.cuda.decode`, all that follows from dtypes, shapes, strides and options is worked out
-once for each combination; a window is then one launch.
+once for each combination; a window is then one launch. A window of one token runs in the decode kernel.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from replayssm.backends.cuda import blocks, build, launch, windows
+from replayssm.backends.cuda import blocks, build, decode, launch, windows
 from replayssm.backends.cuda.launch import Plan
-from replayssm.backends.step import Layer, Rules, Step, Window
+from replayssm.backends.step import ABSENT, Layer, Rules, Step, Window, counted_off
 
-# As `WindowParams` in window.cuh: addresses; then strides, scale to dt_max, tokens to blocks.
-_REST = Struct("@25i5f3i")
+# As `WindowParams` in window.cuh: addresses; then strides, scale to dt_max, tokens to blocks. Also as `Params` in
+# config.cuh, of a window: it reads no flags, where parents lie here, and its rest is shorter.
+_REST = Struct("@25i5f4i")
 _PARAMS = Struct(f"@20Q{_REST.size}s")
 
 _plans: dict[Any, Plan] = {}
-#: For the checkpoints at an address, how many blocks of each slot's key heads have come: zeros between launches.
-_arrivals: dict[tuple[torch.device, int], Tensor] = {}
+
+
+class _Counters(NamedTuple):
+    """For the checkpoints at an address, how many blocks of each slot's key heads have come."""
+
+    numbers: Tensor  # zeros between launches
+    storage: StorageWeakRef  # of the checkpoints: the counters go after them
+
+
+_arrivals: dict[int, _Counters] = {}
+
+
+def bind_verify(tensors: Sequence[Tensor], rules: Rules) -> launch.Run | None:
+    """How windows of one look run that need no more checks, as :func:`replayssm.backends.cuda.decode.bind_decode`."""
+    layer, step, window = _counted_off(tensors)
+    plan = _plan(layer, rules, step, window)
+    if plan.launch is None or not layer.v.shape[0]:
+        return None
+
+    def whole_way(*given: Tensor) -> Tensor:
+        layer, step, window = _counted_off(given[:-1])
+        return verify_step(layer, rules, step, window)
+
+    are_aligned = _are_aligned if _aligned(layer) else launch.are_aligned
+    run, wanted = launch.bind(plan, _PARAMS, layer.v, are_aligned, whole_way), _counters_of(step)
+    return lambda *given: run(*given, _arrivals_of(given[9], wanted))
+
+
+def _counted_off(tensors: Sequence[Tensor]) -> tuple[Layer, Step, Window]:
+    """An operator's tensors, in their order, one of ABSENT where there are no parents."""
+    *others, num_tokens, parents = tensors
+    layer, step = counted_off((*others, ABSENT[16]), others[10].shape[2])
+    return layer, step, Window(num_tokens, None if parents is ABSENT[17] else parents)
+
+
+def _are_aligned(addresses: list[int]) -> bool:
+    """Whether q, k and v, too, begin where vectors may."""
+    return launch.are_aligned(addresses) and not (addresses[0] | addresses[1] | addresses[2]) % launch.ALIGNMENT
 
 
 def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tensor:
@@ -33,7 +72,7 @@ def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tenso
     if plan.launch is None:
         return launch.triton().verify_step(layer, rules, step, window)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    used = (*layer, out, *step[:7], *window, _arrivals_of(step))
+    used = (*layer, out, *step[:7], *window, _arrivals_of(step.checkpoint, _counters_of(step)))
     addresses = [0 if x is None else x.data_ptr() for x in used]
     if not launch.are_aligned(addresses):
         return launch.triton().verify_step(layer, rules, step, window)
@@ -42,14 +81,21 @@ def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tenso
     return out
 
 
-def _arrivals_of(step: Step) -> Tensor:
+def _counters_of(step: Step) -> int:
+    """How many: one for each slot's key heads."""
+    return step.checkpoint.shape[0] * step.ring_k.shape[1]
+
+
+def _arrivals_of(checkpoint: Tensor, wanted: int) -> Tensor:
     """The counters of these slots. (By address: launches on other slots may run at the same time.)"""
-    key = (step.checkpoint.device, step.checkpoint.data_ptr())
-    wanted = step.checkpoint.shape[0] * step.ring_k.shape[1]
-    found = _arrivals.get(key)
-    if found is None or found.numel() < wanted:
-        found = _arrivals[key] = torch.zeros(wanted, dtype=torch.int32, device=step.checkpoint.device)
-    return found
+    found = _arrivals.get(checkpoint.data_ptr())
+    if found is None or found.storage.expired() or found.numbers.numel() < wanted:
+        for address in [address for address, kept in list(_arrivals.items()) if kept.storage.expired()]:
+            _arrivals.pop(address, None)
+        numbers = torch.zeros(wanted, dtype=torch.int32, device=checkpoint.device)
+        found = _Counters(numbers, StorageWeakRef(checkpoint.untyped_storage()))
+        _arrivals[checkpoint.data_ptr()] = found
+    return found.numbers
 
 
 def _plan(layer: Layer, rules: Rules, step: Step, window: Window) -> Plan:
@@ -58,8 +104,21 @@ def _plan(layer: Layer, rules: Rules, step: Step, window: Window) -> Plan:
     look = (rules, layer.v.shape, layer.v.device, step.ring_k.shape, aligned, *tensors)
     plan = _plans.get(look)
     if plan is None:
-        plan = _plans[look] = _make_plan(layer, rules, step, window, aligned)
+        if layer.v.shape[1] == 1:
+            plan = _plan_of_one_token(layer, rules, step, window)
+        else:
+            plan = _make_plan(layer, rules, step, window, aligned)
+        _plans[look] = plan
     return plan
+
+
+def _plan_of_one_token(layer: Layer, rules: Rules, step: Step, window: Window) -> Plan:
+    missing = _unsupported(layer, window)
+    if missing is not None:
+        return Plan(None, missing=missing)
+    b, z = (None if x is None else x[:, 0] for x in (layer.b, layer.z))
+    token = layer._replace(q=layer.q[:, 0], k=layer.k[:, 0], v=layer.v[:, 0], a=layer.a[:, 0], b=b, z=z)
+    return decode.make_plan(token, rules, step, window=True)
 
 
 def _make_plan(layer: Layer, rules: Rules, step: Step, window: Window, aligned: bool) -> Plan:
@@ -82,15 +141,15 @@ def _make_plan(layer: Layer, rules: Rules, step: Step, window: Window, aligned: 
     except build.BuildError as error:
         warnings.warn(f"{error}. Verify windows run on the triton backend.", RuntimeWarning, stacklevel=2)
         return Plan(None, missing=str(error))
-    items = batch * num_v_heads * head_v_dim // cut.rows
-    num_blocks = cut.blocks(items, about.multiprocessors)
-    return Plan(found, num_blocks, _REST.pack(*strides, *launch.numbers_of(rules), tokens, items, num_blocks))
+    tiles = batch * num_v_heads * head_v_dim // cut.rows
+    whole, num_blocks = cut.items(tiles, about.multiprocessors)
+    return Plan(found, num_blocks, _REST.pack(*strides, *launch.numbers_of(rules), tokens, tiles, whole, num_blocks))
 
 
 def _aligned(layer: Layer) -> bool:
-    """Whether q and k of every token and head begin where vectors may."""
-    steps = (n * x.element_size() for x in (layer.q, layer.k) for n in x.stride()[:3])
-    return not any(n % launch.ALIGNMENT for n in (*steps, layer.q.data_ptr(), layer.k.data_ptr()))
+    """Whether q, k and v of every token and head begin where vectors may."""
+    steps = (n * x.element_size() for x in (layer.q, layer.k, layer.v) for n in x.stride()[:3])
+    return not any(n % launch.ALIGNMENT for n in (*steps, layer.q.data_ptr(), layer.k.data_ptr(), layer.v.data_ptr()))
 
 
 def _unsupported(layer: Layer, window: Window) -> str | None:
@@ -113,12 +172,13 @@ def macros(
         types: names of the tensors' types.
         rules: of the layer.
         tree: whether there are parents.
-        aligned: whether q and k lie at multiples of 16 bytes.
+        aligned: whether q, k and v lie at multiples of 16 bytes.
     """
     flags = {"CHANNEL": shape.channel, "DELTA": shape.delta, "L2_NORM": rules.l2_norm, "SOFTPLUS": rules.softplus}
     flags |= {"BOUNDED": rules.lower_bound is not None, "TREE": tree, "ALIGNED": aligned, "EAGER": cut.eager}
+    flags |= {"STAYS": cut.per_multiprocessor > 0}
     numbers = {"GROUP": shape.group, "V_HEADS": shape.num_v_heads, "D_V": shape.head_v_dim, "D_K": shape.head_k_dim}
     numbers |= {"RING": shape.ring_rows, "TOKENS": cut.tokens, "ROWS": cut.rows, "WARPS": cut.warps}
-    numbers |= {"REGISTERS": cut.registers}
+    numbers |= {"SPAN": cut.span, "REGISTERS": cut.registers}
     values = types | {name: str(flag).lower() for name, flag in flags.items()} | numbers
     return {f"CASE_{name}": str(value) for name, value in values.items()}

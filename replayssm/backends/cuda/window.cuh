@@ -11,38 +11,60 @@ struct WindowParams {
     int b_row, b_token, b_head, z_row, z_token, z_head, d_head, d_dim, parents_row;
     int checkpoint_stride, ring_u_stride, ring_k_stride, ring_g_stride;
     float scale, beta_scale, lower_bound, dt_min, dt_max;
-    int tokens;  // T
-    int items, blocks;  // an item is a tile of a row; each block takes every `blocks`-th
+    int tokens;                // T
+    int tiles, whole, blocks;  // tiles of the batch; items of SPAN tiles, behind which each tile is an item; blocks
+};
+
+template <bool FIRST, class A, class B> struct choose_type {
+    using type = A;
+};
+template <class A, class B> struct choose_type<false, A, B> {
+    using type = B;
 };
 
 struct WindowCase : Layer {
     static constexpr bool L2_NORM = CASE_L2_NORM, SOFTPLUS = CASE_SOFTPLUS, BOUNDED = CASE_BOUNDED, TREE = CASE_TREE;
-    static constexpr bool ALIGNED = CASE_ALIGNED;  // q and k of all tokens lie at multiples of 16 bytes
-    static constexpr int TOKENS = CASE_TOKENS;  // of a window, at most
+    static constexpr bool ALIGNED = CASE_ALIGNED;  // q, k and v of all tokens lie at multiples of 16 bytes
+    static constexpr int TOKENS = CASE_TOKENS;     // of a window, at most
+    static constexpr int SPAN = CASE_SPAN;         // tiles of an item, which share a key head
+    static constexpr bool STAYS = CASE_STAYS;          // take item after item
 
     static constexpr int SHARERS = GROUP * D_V / ROWS;  // tiles that share a key head
+    static constexpr int ITEM_HEADS = SPAN * ROWS > D_V ? SPAN * ROWS / D_V : 1;
     // What the state and the keys are multiplied with: q and, for the delta rule, k of each token, as columns.
     static constexpr int VECTORS = DELTA ? 2 : 1;
     static constexpr int COLUMNS = VECTORS * TOKENS;
     static constexpr int TILES = (COLUMNS + 7) / 8;  // right operands that they make
-    // A column's pitch in shared memory is such that the lanes that read together read from different banks.
-    static constexpr int PITCH = D_K + 4 * VECTOR;
-    static constexpr int CHANNEL_PITCH = D_K + 16;  // likewise, of float32 columns and keys
-    static constexpr int SUMS_PITCH = COLUMNS + (COLUMNS >= 8 ? 4 : 0);
+    static constexpr int WIDTH = ROWS < D_V ? ROWS : D_V;  // of a tile's rows, those in one head
+    static constexpr int OWN = RPW / 8;                    // rows of a lane, consecutive ones
+    // Rows that are read together have to lie in different banks of shared memory: a tile's rows come in parts, each 16
+    // bytes further on than the part before ends, and eight rows that are read together are of eight parts. Likewise each
+    // column and key.
+    static constexpr int WARPS_OF_HEAD = WIDTH / RPW, PART = OWN * WARPS_OF_HEAD;
+    static constexpr int PARTS_OF_TILE = ROWS / PART, PAD = 16 / static_cast<int>(sizeof(C));
+    static constexpr int TILE_NUMBERS = ROWS * D_K + (PARTS_OF_TILE - 1) * PAD;
+    static constexpr int PITCH = D_K + 16 / static_cast<int>(sizeof(X)), TERM_PITCH = D_K + PAD;
+    static constexpr int CHANNEL_PITCH = D_K + 16;  // of float32 columns and keys
     static constexpr int RECORD_PITCH = COLUMNS + (COLUMNS >= 8 ? 2 : 0);
-    static constexpr bool EARLY_UPDATES = !CHANNEL && (EAGER || MATRICES == 1);  // fetch the records' with their keys
-    // Products on the matrix units as they are; what isn't exact there is taken as the sum of two tf32 numbers.
+    // Products on the matrix units: as they are; as sums of three numbers in bfloat16; as sums of two in tf32.
     static constexpr bool EXACT_STATE = sizeof(C) == 2, EXACT_UPDATES = sizeof(U) == 2;
     static constexpr bool EXACT_KEYS = !CHANNEL && sizeof(X) == 2;  // and columns
-    static constexpr bool SAME = EXACT_KEYS && same<C, X>::value;
-    static constexpr bool BF16_FOLD = SAME && same<C, bf16>::value;
+    static constexpr bool SAME = EXACT_KEYS && same<C, X>::value;   // state and columns are of one type
+    static constexpr int TERMS = SAME ? 0 : same<C, bf16>::value ? 3 : EXACT_KEYS ? 1 : 2;  // of a column's numbers
+    using TERM = typename choose_type<same<C, bf16>::value, bf16, float>::type;
+    static constexpr bool BF16_UPDATES = same<U, bf16>::value;
+    static constexpr bool BF16_KEYS = !CHANNEL && same<X, bf16>::value;
     // Norms from the same product as the window's pairs, whose left operand then has the q, too.
     static constexpr bool PAIRED_NORMS = EXACT_KEYS && DELTA && TOKENS <= 8;
     static constexpr int PARTS = CHANNEL ? D_K / 32 : 1;  // in which products of keys and columns are summed
+    static constexpr int KEYS = CHANNEL ? 1 : RING;       // of the ring that are copied to shared memory
+    static constexpr int RECORD_HEADS = (ITEM_HEADS + WARPS - 1) / WARPS;  // whose records' decays are one warp's
 
     static_assert(!CHANNEL || DELTA, "there is no such layer");
     static_assert(RPW == 8 || RPW == 16 || RPW == 32, "a warp takes 8, 16 or 32 rows");
-    static_assert(HEADS == 1 || (!CHANNEL && D_V % RPW == 0), "a warp's rows lie in one head");
+    static_assert(WIDTH % RPW == 0, "a warp's rows lie in one head");
+    static_assert(SHARERS % SPAN == 0, "an item's tiles share a key head");
+    static_assert(SPAN * ROWS % D_V == 0 || D_V % (SPAN * ROWS) == 0, "an item is a part of a head, or whole heads");
     static_assert(TOKENS <= 16 && TOKENS <= UNIT_ROWS, "windows are no longer");
 };
 
@@ -52,52 +74,78 @@ struct WindowRow {
     int row, slot, count, cursor, source;
 
     DEVICE bool used() const { return slot >= 0 && count > 0; }
+    // So that the compiler knows that no warp diverges over it.
+    DEVICE WindowRow same_in_lanes() const {
+        return {same_in_warp(row), same_in_warp(slot), same_in_warp(count), same_in_warp(cursor), same_in_warp(source)};
+    }
     template <class F> DEVICE bool folds() const { return cursor + count > F::RING; }
+};
+
+// What the records' updates are multiplied with: a right operand for every 16 of them, each number the sum of three in
+// bfloat16, in pairs of records; or of two in tf32.
+template <class F, bool PAIRS = F::BF16_UPDATES> struct RecordWeights {
+    u32 pair[F::UNIT_ROWS / F::UNITS][3][F::UNITS / 2][F::COLUMNS];
+};
+template <class F> struct RecordWeights<F, false> {
+    TwoTerms of[F::UNIT_ROWS][F::RECORD_PITCH];
 };
 
 // `shared_bytes` in windows.py counts the same.
 template <class F> struct alignas(128) WindowMemory {
-    typename F::C tile[F::ROWS * F::D_K];
+    typename F::C tile[F::TILE_NUMBERS];
     alignas(16) typename F::X x[2 * F::TOKENS][F::PITCH];  // columns; for the additive rule, the keys behind them
+    alignas(16) typename F::X ring_k[F::KEYS][F::PITCH];
+    alignas(16) typename F::TERM terms[F::TERMS ? F::TERMS : 1][F::TERMS ? F::COLUMNS : 1][F::TERMS ? F::TERM_PITCH : 8];
     // Channel gate: decayed keys of the ring and columns, decays of the checkpoint, log decays of the tokens.
-    float keys[F::CHANNEL ? F::RING : 1][F::CHANNEL ? F::CHANNEL_PITCH : 4];
+    alignas(16) float keys[F::CHANNEL ? F::RING : 1][F::CHANNEL ? F::CHANNEL_PITCH : 4];
     float columns[F::CHANNEL ? F::COLUMNS : 1][F::CHANNEL ? F::CHANNEL_PITCH : 4];
-    u32 high[F::CHANNEL ? F::COLUMNS : 1][F::CHANNEL ? F::CHANNEL_PITCH : 4];  // columns for the checkpoint, two terms
-    u32 low[F::CHANNEL ? F::COLUMNS : 1][F::CHANNEL ? F::CHANNEL_PITCH : 4];
     float channels[F::CHANNEL ? F::D_K : 4];
     float gates[F::CHANNEL ? F::TOKENS : 1][F::CHANNEL ? F::D_K : 4];
-    union {
-        float sums[F::ROWS][F::SUMS_PITCH];                // S x; then the window's records
-        float scores[F::PARTS][F::UNIT_ROWS][F::COLUMNS];  // before: k_j·x of the ring's keys
-    };
-    // What a row of the state multiplies S x, a record's u, a token's u and its v with.
-    float of_state[F::HEADS][F::COLUMNS];
-    TwoTerms of_record[F::HEADS][F::UNIT_ROWS][F::RECORD_PITCH];
-    float of_token[F::HEADS][F::TOKENS][F::COLUMNS];
-    // All before this begins at multiples of 16 bytes where it is read in vectors.
-    float of_value[F::HEADS][F::TOKENS];
-    float pairs[F::PARTS][F::TOKENS][F::COLUMNS];  // k_j·x of the window's keys
-    float after[F::HEADS][F::CHANNEL ? 4 : F::UNIT_ROWS];                             // head gate: decays of the records
-    float between[F::HEADS][F::CHANNEL ? 1 : F::TOKENS][F::CHANNEL ? 4 : F::TOKENS];  // e^γ_ij, [i][j]
-    float decay[F::HEADS][F::TOKENS];                                                 // e^γ_i
-    float input[F::HEADS][F::TOKENS];                                                 // β, or Δ of Mamba-2
+    RecordWeights<F> of_record[F::ITEM_HEADS];
+    // What a row of the state multiplies S x, a token's u and its v with.
+    float of_state[F::ITEM_HEADS][F::COLUMNS];
+    float of_token[F::ITEM_HEADS][F::TOKENS][F::COLUMNS];
+    float of_value[F::ITEM_HEADS][F::TOKENS];
+    float scores[F::PARTS][F::RING][F::COLUMNS];   // k_j·x of the ring's keys
+    float pairs[F::PARTS][F::TOKENS][F::COLUMNS];  // and of the window's
+    // Head gate: decays of the records; e^γ_ij, [i][j].
+    float after[F::ITEM_HEADS][F::CHANNEL ? 4 : F::UNIT_ROWS];
+    float between[F::ITEM_HEADS][F::CHANNEL ? 1 : F::TOKENS][F::CHANNEL ? 4 : F::TOKENS];
+    float decay[F::ITEM_HEADS][F::TOKENS];  // e^γ_i
+    float input[F::ITEM_HEADS][F::TOKENS];  // β, or Δ of Mamba-2
     float q_norm[F::TOKENS], k_norm[F::TOKENS];
-    float total[F::HEADS];  // decay of the checkpoint
-    WindowRow rows[4];  // of this tile, of the next, and of the last, which some warp may still be at
-    u64 barrier;
-    int copies;  // that were started
+    float total[F::ITEM_HEADS];  // decay of the checkpoint
+    WindowRow rows[4];           // of this item, of the next, and of the last, which some warp may still be at
     int last;
+    u64 tile_comes;  // barrier
 };
 
-// Where a tile is: its first row in the slot, and that one's head and key head.
+// Where a tile is, or an item from its first tile on: its first row in the slot, and that one's head and key head.
 template <class F> struct WindowPlace {
     int first_row, head, key_head;
 
     DEVICE explicit WindowPlace(int tile)
         : first_row(tile * F::ROWS), head(first_row / F::D_V), key_head(head / F::GROUP) {}
-    // Of a row of the tile: which of its heads.
-    static DEVICE int head_of(int row) { return F::HEADS > 1 ? row / F::D_V : 0; }
 };
+
+// Where a warp's rows are in a tile: OWN consecutive ones in each of eight parts, those of part i for lanes 4i to 4i + 3.
+template <class F> struct WarpRows {
+    int first_part, in_part;
+
+    DEVICE explicit WarpRows(int warp) {
+        first_part = warp / F::WARPS_OF_HEAD * 8;
+        in_part = warp % F::WARPS_OF_HEAD * F::OWN;
+    }
+    DEVICE int in_tile(int part) const { return (first_part + part) * F::PART + in_part; }
+    DEVICE const typename F::C* in(const WindowMemory<F>& m, int part) const {
+        return m.tile + (first_part + part) * (F::PART * F::D_K + F::PAD) + in_part * F::D_K;
+    }
+};
+
+// Row j of the window's keys in shared memory.
+template <class F> DEVICE const typename F::X* window_key(const WindowMemory<F>& m, int j) {
+    return m.x[F::DELTA ? 2 * j + 1 : F::TOKENS + j];
+}
 
 // Token that token i follows, below i in any case, so that walks end; −1: the committed state.
 template <class F> DEVICE int parent_of(const WindowParams& p, const WindowRow& at, int i) {
@@ -109,9 +157,17 @@ template <class F> DEVICE int parent_of(const WindowParams& p, const WindowRow& 
     return parent < -1 ? -1 : parent;
 }
 
-// Row j of the window's keys in shared memory.
-template <class F> DEVICE const typename F::X* window_key(const WindowMemory<F>& m, int j) {
-    return m.x[F::DELTA ? 2 * j + 1 : F::TOKENS + j];
+// A part of a number that the matrix units take as it is; the rest stays.
+template <class F> DEVICE typename F::TERM split_off(float& x) {
+    if constexpr (same<typename F::TERM, bf16>::value) {
+        const bf16 term = convert<bf16>::from(x);
+        x -= to_float(term);
+        return term;
+    } else {
+        const float term = F::TERMS > 1 ? as_float(two_terms(x).high) : x;
+        x -= term;
+        return term;
+    }
 }
 
 // N consecutive floats of shared memory.

@@ -1,4 +1,7 @@
 // Products with the window's columns, its tokens' q and k: of keys (the ring's, the window's) and of the state.
+//
+// Left operands have 16 rows, of which lane 8n + i of load_matrices brings a piece of 16 bytes: of row i, for odd n that of
+// row i + 8, and the second of two pieces from lane 16 on.
 
 // c += a b on tf32 numbers, for one [16, 8] by [8, 8] product, of operands that are each one or the sum of two. The
 // product of two low terms is left out. Small terms first: the matrix units cut what they add to a sum.
@@ -11,6 +14,12 @@ DEVICE void product_of_terms(float (&c)[4], const TwoTerms (&a)[4], const TwoTer
 
 template <bool EXACT> DEVICE TwoTerms terms_of(float x) {
     return EXACT ? TwoTerms{as_bits(x), 0} : two_terms(x);
+}
+
+// The column that a lane of load_matrices brings a row of, of a right operand's eight.
+template <class F> DEVICE int column_of(int tile, int lane) {
+    const int column = tile * 8 + lane % 8;
+    return column < F::COLUMNS ? column : 0;
 }
 
 // Inverse norms of q and k, a warp for some of the tokens.
@@ -35,80 +44,68 @@ template <class F> DEVICE void window_norms(WindowMemory<F>& m, int warp, int la
     }
 }
 
-// 16 keys as a left operand: of rows lane / 4 and lane / 4 + 8, 8 consecutive numbers of each 32.
-template <class F> struct Keys {
-    packed<typename F::X, 8> upper[F::D_K / 32], lower[F::D_K / 32];
-
-    // Rows from `rows` on count as zero.
-    DEVICE void fetch(const typename F::X* key, int pitch, int rows, int lane) {
-        const int j = lane / 4;
-        const typename F::X* from = key + j * pitch + lane % 4 * 8;
+// Rows of 16-bit numbers times all columns, `left` what the lane brings of them.
+template <class F>
+DEVICE void multiply_by_columns(float (&to)[F::TILES][4], const typename F::X* left, const WindowMemory<F>& m, int lane) {
+    using X = typename F::X;
+    float sums[F::TILES][2][4] = {};
 #pragma unroll
-        for (int i = 0; i < F::D_K / 32; ++i) {
-            if (j < rows)
-                upper[i].load(from + i * 32);
-            else
-                upper[i].clear();
-            if (j + 8 < rows)
-                lower[i].load(from + 8 * pitch + i * 32);
-            else
-                lower[i].clear();
+    for (int first = 0; first < F::D_K; first += 32) {
+        u32 a[2][4];
+        load_matrices(a[0], left + first);
+        load_matrices(a[1], left + first + 16);
+#pragma unroll
+        for (int tile = 0; tile < F::TILES; ++tile) {
+            u32 b[4];
+            load_matrices(b, m.x[column_of<F>(tile, lane)] + first + lane / 8 * 8);
+#pragma unroll
+            for (int s = 0; s < 2; ++s)
+                matrix_product<X>(sums[tile][first / 32 % 2], a[s][0], a[s][1], a[s][2], a[s][3], b[2 * s], b[2 * s + 1]);
         }
     }
+#pragma unroll
+    for (int tile = 0; tile < F::TILES; ++tile)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to[tile][e] = sums[tile][0][e] + sums[tile][1][e];
+}
 
-    // Their products with eight columns.
-    DEVICE void multiply_tile(const WindowMemory<F>& m, int tile, float (&to)[4], int lane) const {
-        float sums[2][4] = {};
-        const int column = tile * 8 + lane / 4;
-        const typename F::X* x = m.x[column < F::COLUMNS ? column : 0] + lane % 4 * 8;
+// Products of a left operand to the first `rows` rows of `to`.
+template <class F>
+DEVICE void keep_products(float (*to)[F::COLUMNS], const float (&sums)[F::TILES][4], int rows, int lane) {
 #pragma unroll
-        for (int i = 0; i < F::D_K / 32; ++i) {
-            packed<typename F::X, 8> b;
-            b.load(x + i * 32);
-            multiply_eights<typename F::X>(sums[i % 2], upper[i], lower[i], b);
+    for (int tile = 0; tile < F::TILES; ++tile)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int j = lane / 4 + e / 2 * 8, c = tile * 8 + lane % 4 * 2 + e % 2;
+            if (j < rows && c < F::COLUMNS) to[j][c] = sums[tile][e];
         }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) to[e] = sums[0][e] + sums[1][e];
-    }
+}
 
-    // With all columns, to `to`; zero from row `rows` on, of `limit` rows that there are.
-    DEVICE void multiply(const WindowMemory<F>& m, float (*to)[F::COLUMNS], int rows, int limit, int lane) const {
-#pragma unroll
-        for (int n = 0; n < F::TILES; ++n) {
-            float sums[4];
-            multiply_tile(m, n, sums, lane);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int j = lane / 4 + e / 2 * 8, c = n * 8 + lane % 4 * 2 + e % 2;
-                if (j < limit && c < F::COLUMNS) to[j][c] = j < rows ? sums[e] : 0.0f;
-            }
-        }
+// The ring's keys with all columns, by one warp.
+template <class F> DEVICE void multiply_ring(WindowMemory<F>& m, int cursor, int lane) {
+#pragma unroll 1
+    for (int first = 0; first < cursor; first += F::UNITS) {
+        const int j = first + lane % 16;
+        float sums[F::TILES][4];
+        multiply_by_columns<F>(sums, m.ring_k[j < F::RING ? j : F::RING - 1] + lane / 16 * 8, m, lane);
+        keep_products<F>(m.scores[0] + first, sums, cursor - first, lane);
     }
-};
+}
 
-// The window's pairs by one warp, and the norms: rows 0 to 7 of the left operand are keys, rows 8 to 15 the q.
-template <class F> DEVICE void multiply_pairs(WindowMemory<F>& m, int lane) {
-    const int token = lane / 4, quarter = lane % 4;
-    Keys<F> rows;
+// The window's keys with all columns, by one warp. PAIRED_NORMS: rows 8 to 15 of the left operand are the q.
+template <class F> DEVICE void multiply_window(WindowMemory<F>& m, int lane) {
+    const int row = F::PAIRED_NORMS ? lane % 8 : lane % 16, token = row < F::TOKENS ? row : 0;
+    const typename F::X* left = F::PAIRED_NORMS && lane / 8 % 2 ? m.x[2 * token] : window_key<F>(m, token);
+    float sums[F::TILES][4];
+    multiply_by_columns<F>(sums, left + lane / 16 * 8, m, lane);
+    keep_products<F>(m.pairs[0], sums, F::PAIRED_NORMS && F::TOKENS > 8 ? 8 : F::TOKENS, lane);
+    if constexpr (F::PAIRED_NORMS) {
 #pragma unroll
-    for (int i = 0; i < F::D_K / 32; ++i) {
-        const int own = token < F::TOKENS ? token : 0, at = i * 32 + quarter * 8;
-        rows.upper[i].load(m.x[2 * own + 1] + at);
-        rows.lower[i].load(m.x[2 * own] + at);
-    }
-#pragma unroll
-    for (int n = 0; n < F::TILES; ++n) {
-        float sums[4];
-        rows.multiply_tile(m, n, sums, lane);
-        if (token >= F::TOKENS) continue;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int c = n * 8 + quarter * 2 + e;
-            if (c < F::COLUMNS) m.pairs[0][token][c] = sums[e];
-        }
-        if (n * 4 + quarter == token) {
-            m.q_norm[token] = F::L2_NORM ? inverse_norm(sums[2]) : 1.0f;
-            m.k_norm[token] = F::L2_NORM ? inverse_norm(sums[1]) : 1.0f;
+        for (int tile = 0; tile < F::TILES; ++tile) {
+            const int i = lane / 4;
+            if (i >= F::TOKENS || tile * 4 + lane % 4 != i) continue;
+            m.q_norm[i] = F::L2_NORM ? inverse_norm(sums[tile][2]) : 1.0f;
+            m.k_norm[i] = F::L2_NORM ? inverse_norm(sums[tile][1]) : 1.0f;
         }
     }
 }
@@ -129,12 +126,9 @@ DEVICE void multiply_key(const T* key, const Q* columns, float* to, int lane) {
 }
 
 // Products of all keys with all columns where the matrix units' aren't exact; a warp for every so many keys.
-template <class F>
-DEVICE void multiply_keys(const WindowParams& p, WindowMemory<F>& m, const WindowRow& at, int key_head, int warp, int lane) {
-    const typename F::X* ring_k = ring_k_of<F>(p, at.slot, key_head);
+template <class F> DEVICE void multiply_keys(WindowMemory<F>& m, const WindowRow& at, int warp, int lane) {
 #pragma unroll 1
-    for (int j = warp; j < at.cursor; j += F::WARPS)
-        multiply_key<F>(ring_k + j * F::D_K, m.x[0], m.scores[0][j], lane);
+    for (int j = warp; j < at.cursor; j += F::WARPS) multiply_key<F>(m.ring_k[j], m.x[0], m.scores[0][j], lane);
 #pragma unroll 1
     for (int j = warp; j < F::TOKENS; j += F::WARPS)
         multiply_key<F>(window_key<F>(m, j), m.x[0], m.pairs[0][j], lane);
@@ -173,180 +167,260 @@ template <class F> DEVICE void multiply_channels(WindowMemory<F>& m, const Windo
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int c = tile * 8 + lane % 4 * 2 + e % 2;
-                if (c < F::COLUMNS) m.scores[part][upper + e / 2 * 8][c] = sums[e];
+                if (c < F::COLUMNS && upper + e / 2 * 8 < at.cursor) m.scores[part][upper + e / 2 * 8][c] = sums[e];
             }
         }
     }
 }
 
-// A lane's numbers of a column that go with a half of a granule, as terms.
-template <class F> struct ColumnPiece {
-    TwoTerms x[F::VECTOR];
+// The columns' terms, where they aren't taken as they are; all threads together.
+template <class F> DEVICE void split_columns(WindowMemory<F>& m, int thread) {
+#pragma unroll 1
+    for (int n = thread * 4; n < F::COLUMNS * F::D_K; n += F::THREADS * 4) {
+        const int column = n / F::D_K, c = n % F::D_K;
+        packed<typename F::X, 4> piece;
+        float x[4];
+        piece.load(m.x[column] + c);
+        piece.unpack(x);
+#pragma unroll
+        for (int t = 0; t < F::TERMS; ++t) {
+            Few<typename F::TERM, 4> term;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) term.x[e] = split_off<F>(x[e]);
+            *reinterpret_cast<Few<typename F::TERM, 4>*>(m.terms[t][column] + c) = term;
+        }
+    }
+}
 
-    DEVICE void load(const WindowMemory<F>& m, int column, int at) {
-        const int given = column < F::COLUMNS ? column : 0;
-        if constexpr (F::CHANNEL) {
-            packed<float, F::VECTOR> high, low;
-            high.load(m.high[given] + at);
-            low.load(m.low[given] + at);
+template <class F> using Sums = float (&)[F::MATRICES][F::TILES][4];
+
+// sums += rows · columns, for 32 columns of 16-bit numbers as they are, `left` what the lane brings of the rows.
+template <class F>
+DEVICE void multiply_exact(Sums<F> sums, const WindowMemory<F>& m, const typename F::C* left, int first, int lane) {
+    using C = typename F::C;
+    constexpr int TERMS = F::SAME ? 1 : F::TERMS;
+    u32 a[F::MATRICES][2][4];
 #pragma unroll
-            for (int i = 0; i < F::VECTOR; ++i) x[i] = TwoTerms{high.word[i], low.word[i]};
+    for (int n = 0; n < F::MATRICES; ++n)
+#pragma unroll
+        for (int s = 0; s < 2; ++s) load_matrices(a[n][s], left + 2 * n * F::D_K + first + s * 16);
+#pragma unroll
+    for (int tile = 0; tile < F::TILES; ++tile)
+#pragma unroll 1  // there aren't the registers for all terms at once
+        for (int t = TERMS - 1; t >= 0; --t) {
+            const C* x;
+            if constexpr (F::SAME)
+                x = m.x[column_of<F>(tile, lane)];
+            else
+                x = m.terms[t][column_of<F>(tile, lane)];
+            u32 b[4];
+            load_matrices(b, x + first + lane / 8 * 8);
+#pragma unroll
+            for (int s = 0; s < 2; ++s)
+#pragma unroll
+                for (int n = 0; n < F::MATRICES; ++n)
+                    matrix_product<C>(sums[n][tile], a[n][s][0], a[n][s][1], a[n][s][2], a[n][s][3], b[2 * s],
+                                      b[2 * s + 1]);
+        }
+}
+
+// The columns' part of 16 columns of the state, as two right operands: in the order of the left one's words, which hold one
+// number each, or two neighbours.
+template <class F>
+DEVICE void term_operands(TwoTerms (&b)[2][F::TILES][2], const WindowMemory<F>& m, int tile, int first, int lane) {
+    constexpr bool FLOAT = sizeof(typename F::C) == 4;
+#pragma unroll
+    for (int t = 0; t < F::TERMS; ++t) {
+        u32 words[4];
+        if constexpr (FLOAT) {
+            load_matrices(words, m.terms[t][column_of<F>(tile, lane)] + first + lane / 8 * 4);
         } else {
-            packed<typename F::X, F::VECTOR> piece;
-            float numbers[F::VECTOR];
-            piece.load(m.x[given] + at);
-            piece.unpack(numbers);
+            const auto* x = m.terms[t][column_of<F>(tile, lane / 4)] + first + lane % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < F::VECTOR; ++i) x[i] = terms_of<F::EXACT_KEYS>(numbers[i]);
+            for (int w = 0; w < 4; ++w) words[w] = as_bits(to_float(x[w / 2 * 8 + w % 2]));
+        }
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            if (t == 0)
+                b[w / 2][tile][w % 2] = TwoTerms{words[w], 0};
+            else
+                b[w / 2][tile][w % 2].low = words[w];
+        }
+    }
+}
+
+// The same for 16 columns as tf32.
+template <class F>
+DEVICE void multiply_terms(Sums<F> sums, const WindowMemory<F>& m, const typename F::C* left, int first, int lane) {
+    constexpr bool FLOAT = sizeof(typename F::C) == 4;
+    u32 a[F::MATRICES][2][4];
+#pragma unroll
+    for (int n = 0; n < F::MATRICES; ++n)
+#pragma unroll
+        for (int s = 0; s < (FLOAT ? 2 : 1); ++s) load_matrices(a[n][s], left + 2 * n * F::D_K + first + s * 8);
+    TwoTerms b[2][F::TILES][2];
+#pragma unroll
+    for (int tile = 0; tile < F::TILES; ++tile) term_operands<F>(b, m, tile, first, lane);
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int n = 0; n < F::MATRICES; ++n) {
+            TwoTerms terms[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                if constexpr (FLOAT) {
+                    terms[w] = cut_terms(as_float(a[n][s][w]));
+                } else {
+                    const u32 word = a[n][0][2 * s + w % 2];
+                    terms[w] = terms_of<true>(w < 2 ? first_of<typename F::C>(word) : second_of<typename F::C>(word));
+                }
+            }
+#pragma unroll
+            for (int tile = 0; tile < F::TILES; ++tile)
+                product_of_terms<F::EXACT_STATE, F::TERMS == 1>(sums[n][tile], terms, b[s][tile]);
+        }
+}
+
+// S x of the warp's rows. Sums over 64 columns of exact products, or 32 or 16 of split ones, are added in float32.
+template <class F> DEVICE void multiply_state(Sums<F> total, const WindowMemory<F>& m, int warp, int lane) {
+    constexpr bool BY_16_BITS = F::SAME || F::TERMS == 3;
+    constexpr int STEP = F::SAME ? 64 : BY_16_BITS ? 32 : 16;
+    const typename F::C* left = WarpRows<F>(warp).in(m, lane % 8) + (F::OWN > 1 ? lane / 8 % 2 * F::D_K : 0);
+    left += lane / 16 * F::VECTOR;
+#pragma unroll 2
+    for (int first = 0; first < F::D_K; first += STEP) {
+        float sums[F::MATRICES][F::TILES][4] = {};
+        if constexpr (BY_16_BITS) {
+#pragma unroll
+            for (int column = first; column < first + STEP; column += 32) multiply_exact<F>(sums, m, left, column, lane);
+        } else {
+            multiply_terms<F>(sums, m, left, first, lane);
+        }
+#pragma unroll
+        for (int n = 0; n < F::MATRICES; ++n)
+#pragma unroll
+            for (int tile = 0; tile < F::TILES; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) total[n][tile][e] += sums[n][tile][e];
+    }
+}
+
+// A lane's numbers of one line, one for each of its rows, as words.
+template <class T, int OWN> struct OwnNumbers {
+    static constexpr int PER_WORD = OWN > 1 ? 4 / static_cast<int>(sizeof(T)) : 1, WORDS = OWN / PER_WORD;
+    u32 word[WORDS];
+
+    DEVICE void load(const T* from) {
+        if constexpr (OWN * sizeof(T) == 2) {
+            word[0] = from->bits;
+        } else {
+            const auto words = *reinterpret_cast<const Few<u32, WORDS>*>(from);
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) word[i] = words.x[i];
+        }
+    }
+    DEVICE void store(T* to) const {
+        if constexpr (OWN * sizeof(T) == 2) {
+            to->bits = static_cast<u16>(word[0]);
+        } else {
+            Few<u32, WORDS> words;
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) words.x[i] = word[i];
+            *reinterpret_cast<Few<u32, WORDS>*>(to) = words;
+        }
+    }
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) word[i] = 0;
+    }
+    DEVICE float of(int row) const {
+        if constexpr (sizeof(T) == 4)
+            return as_float(word[row]);
+        else
+            return row % 2 ? second_of<T>(word[row / 2]) : first_of<T>(word[row / 2]);
+    }
+    DEVICE void pack(const float (&x)[OWN]) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            if constexpr (sizeof(T) == 4)
+                word[i] = as_bits(x[i]);
+            else
+                word[i] = two_of<T>(x[i * PER_WORD], OWN > 1 ? x[i * PER_WORD + PER_WORD - 1] : 0.0f);
         }
     }
 };
 
-// sums += rows · columns for the numbers in one half of a granule, as tf32.
-template <class F>
-DEVICE void multiply_half(float (&sums)[F::TILES][4], const WindowMemory<F>& m,
-                          const packed<typename F::C, F::VECTOR>& upper, const packed<typename F::C, F::VECTOR>& lower,
-                          int at, int lane) {
-    constexpr int VECTOR = F::VECTOR;
-    float x[2][VECTOR];
-    upper.unpack(x[0]);
-    lower.unpack(x[1]);
-    TwoTerms a[VECTOR / 2][4];
-#pragma unroll
-    for (int s = 0; s < VECTOR / 2; ++s)
-#pragma unroll
-        for (int w = 0; w < 4; ++w) a[s][w] = F::EXACT_STATE ? terms_of<true>(x[w % 2][2 * s + w / 2]) : cut_terms(x[w % 2][2 * s + w / 2]);
-#pragma unroll
-    for (int n = 0; n < F::TILES; ++n) {
-        ColumnPiece<F> piece;
-        piece.load(m, n * 8 + lane / 4, at);
-#pragma unroll
-        for (int s = 0; s < VECTOR / 2; ++s) {
-            const TwoTerms b[2] = {piece.x[2 * s], piece.x[2 * s + 1]};
-            product_of_terms<F::EXACT_STATE, F::EXACT_KEYS>(sums[n], a[s], b);
-        }
-    }
-}
-
-template <class F> DEVICE void add_to(float (&total)[F::TILES][4], const float (&sums)[F::TILES][4]) {
-#pragma unroll
-    for (int n = 0; n < F::TILES; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) total[n][e] += sums[n][e];
-}
-
-// S x of 16 of the tile's rows, `upper` the lane's first, one granule of the columns after the other. Sums of one half
-// (tf32) or granule (16 bits) are added to the total in float32.
-template <class F>
-DEVICE void multiply_rows(const WindowMemory<F>& m, const typename F::C* upper, float (&total)[F::TILES][4], int lane) {
-    constexpr int VECTOR = F::VECTOR;
-    const bool odd = lane / 4 & 1;
-    const int quarter = lane % 4 * VECTOR;
-#pragma unroll 1
-    for (int first = 0; first < F::D_K; first += 8 * VECTOR) {
-        Granule<typename F::C> a, b;
-        a.load(upper + first + quarter, odd);
-        if (F::HALF)
-            b.clear();
-        else
-            b.load(upper + 8 * F::D_K + first + quarter, odd);
-        if constexpr (F::SAME) {
-            float sums[F::TILES][4] = {};
-#pragma unroll
-            for (int n = 0; n < F::TILES; ++n) {
-                const int column = n * 8 + lane / 4;
-                const typename F::X* x = m.x[column < F::COLUMNS ? column : 0] + first + quarter;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    packed<typename F::X, 8> c;
-                    c.load(x + half * 32);
-                    multiply_eights<typename F::C>(sums[n], a.half[half], b.half[half], c);
-                }
-            }
-            add_to<F>(total, sums);
-        } else {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float sums[F::TILES][4] = {};
-                multiply_half<F>(sums, m, a.half[half], b.half[half], first + half * 4 * VECTOR + quarter, lane);
-                add_to<F>(total, sums);
-            }
-        }
-    }
-}
-
-// Updates of 16 records for the warp's rows, as left operands: of rows lane / 4 and + 8, of records 2 (lane % 4) and + 1
-// of each eight, which count as columns lane % 4 and + 4 there.
+// Updates of 16 records for the lane's rows: records 2 (lane % 4) and + 1 of the first eight, then of the others.
 template <class F> struct RecordUpdates {
-    typename F::U u[F::MATRICES][2][4];
+    OwnNumbers<typename F::U, F::OWN> u[4];
 
-    DEVICE void fetch(const WindowParams& p, int slot, int first_row, int first, int rows, int lane) {
-        // A warp's rows lie in one head.
-        const typename F::U* ring_u = ring_u_of<F>(p, slot, first_row + lane / 4) + (first + lane % 4 * 2) * F::D_V;
+    static DEVICE int record(int r, int lane) { return lane % 4 * 2 + r / 2 * 8 + r % 2; }
+
+    // `ring_u`: the record that is the first, of the lane's rows. Only the first `readable` are read.
+    DEVICE void fetch(const typename F::U* ring_u, int readable, int lane) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int record = i / 2 * 8 + i % 2;
-            const bool there = first + record + lane % 4 * 2 < rows;
+        for (int r = 0; r < 4; ++r) u[r].load(ring_u + (record(r, lane) < readable ? record(r, lane) : 0) * F::D_V);
+    }
+
+    DEVICE float of(int row, int r) const { return row < F::OWN ? u[r].of(row < F::OWN ? row : 0) : 0.0f; }
+
+    // Records r and r + 1 of a row, in 16 bits.
+    DEVICE u32 pair(int row, int r) const {
+        if (row >= F::OWN) return 0;
+        const int word = row < F::OWN ? row / 2 : 0;
+        return pick_bytes(u[r].word[word], u[r + 1].word[word], row % 2 ? 0x7632 : 0x5410);
+    }
+};
+
+// sums += updates · weights for 16 records.
+template <class F>
+DEVICE void multiply_records(float (&sums)[F::MATRICES][F::TILES][4], const RecordUpdates<F>& updates,
+                             const RecordWeights<F, true>& weights, int first, int, int lane) {
+#pragma unroll
+    for (int tile = 0; tile < F::TILES; ++tile) {
+        const int column = tile * 8 + lane / 4, given = column < F::COLUMNS ? column : 0;
+#pragma unroll
+        for (int t = 2; t >= 0; --t) {  // the small ones first
+            const auto& term = weights.pair[first / F::UNITS][t];
+            const u32 b0 = term[lane % 4][given], b1 = term[lane % 4 + 4][given];
 #pragma unroll
             for (int n = 0; n < F::MATRICES; ++n)
-#pragma unroll
-                for (int w = 0; w < (F::HALF ? 1 : 2); ++w)
-                    u[n][i / 2][i % 2 * 2 + w] =
-                        there ? ring_u[record * F::D_V + n * 16 + w * 8] : convert<typename F::U>::from(0.0f);
+                matrix_product<bf16>(sums[n][tile], updates.pair(2 * n, 0), updates.pair(2 * n + 1, 0),
+                                     updates.pair(2 * n, 2), updates.pair(2 * n + 1, 2), b0, b1);
         }
     }
+}
 
-    // Number w of the operand for matrix n and records 8 s and on; zero where there is no record.
-    DEVICE float of(int n, int s, int w, int first, int cursor, int lane) const {
-        if (F::HALF && w % 2) return 0.0f;
-        const bool there = !F::EAGER || first + s * 8 + lane % 4 * 2 + w / 2 < cursor;
-        return there ? to_float(u[n][s][w]) : 0.0f;
-    }
-};
-
-// The records' part of the warp's rows' sums, before their tile is there.
 template <class F>
-DEVICE void replay_records(const WindowParams& p, const WindowMemory<F>& m, const WindowRow& at, int first_row, int in_block,
-                           RecordUpdates<F>& updates, float (&sums)[F::MATRICES][F::TILES][4], int lane) {
-#pragma unroll 1
-    for (int first = 0; first < at.cursor; first += F::UNITS) {
-        if (first) updates.fetch(p, at.slot, first_row + in_block, first, at.cursor, lane);
+DEVICE void multiply_records(float (&sums)[F::MATRICES][F::TILES][4], const RecordUpdates<F>& updates,
+                             const RecordWeights<F, false>& weights, int first, int cursor, int lane) {
 #pragma unroll
-        for (int s = 0; s < 2; ++s) {
-            if (first + s * 8 >= at.cursor) break;
-            const int j = first + s * 8 + lane % 4 * 2;
+    for (int s = 0; s < 2; ++s) {
+        if (first + s * 8 >= cursor) break;
+        const int j = first + s * 8 + lane % 4 * 2;
 #pragma unroll
-            for (int n = 0; n < F::MATRICES; ++n) {
-                const auto weights = m.of_record[WindowPlace<F>::head_of(in_block)];
-                TwoTerms a[4];
+        for (int n = 0; n < F::MATRICES; ++n) {
+            TwoTerms a[4];
 #pragma unroll
-                for (int w = 0; w < 4; ++w) a[w] = terms_of<F::EXACT_UPDATES>(updates.of(n, s, w, first, at.cursor, lane));
+            for (int w = 0; w < 4; ++w) a[w] = terms_of<F::EXACT_UPDATES>(updates.of(2 * n + w % 2, 2 * s + w / 2));
 #pragma unroll
-                for (int tile = 0; tile < F::TILES; ++tile) {
-                    const int column = tile * 8 + lane / 4, given = column < F::COLUMNS ? column : 0;
-                    const TwoTerms b[2] = {weights[j][given], weights[j + 1][given]};
-                    product_of_terms<F::EXACT_UPDATES, false>(sums[n][tile], a, b);
-                }
+            for (int tile = 0; tile < F::TILES; ++tile) {
+                const int column = tile * 8 + lane / 4, given = column < F::COLUMNS ? column : 0;
+                const TwoTerms b[2] = {weights.of[j][given], weights.of[j + 1][given]};
+                product_of_terms<F::EXACT_UPDATES, false>(sums[n][tile], a, b);
             }
         }
     }
 }
 
-// Their S x on top, into m.sums.
+// The records' part of the sums. `updates` are those of the first 16.
 template <class F>
-DEVICE void multiply_state(WindowMemory<F>& m, const float (&records)[F::MATRICES][F::TILES][4], int in_block, int lane) {
-#pragma unroll
-    for (int n = 0; n < F::MATRICES; ++n) {
-        float total[F::TILES][4] = {};
-        const int row = in_block + n * 16 + lane / 4;
-        multiply_rows<F>(m, m.tile + row * F::D_K, total, lane);
-        const float* weights = m.of_state[WindowPlace<F>::head_of(in_block)];
-#pragma unroll
-        for (int tile = 0; tile < F::TILES; ++tile)
-#pragma unroll
-            for (int e = 0; e < (F::HALF ? 2 : 4); ++e) {
-                const int c = tile * 8 + lane % 4 * 2 + e % 2;
-                if (c < F::COLUMNS) m.sums[row + e / 2 * 8][c] = fmaf(total[tile][e], weights[c], records[n][tile][e]);
-            }
+DEVICE void replay_records(float (&sums)[F::MATRICES][F::TILES][4], RecordUpdates<F>& updates,
+                           const RecordWeights<F>& weights, const typename F::U* ring_u, int cursor, int lane) {
+    if (cursor > 0) multiply_records<F>(sums, updates, weights, 0, cursor, lane);
+#pragma unroll 1
+    for (int first = F::UNITS; first < cursor; first += F::UNITS) {
+        updates.fetch(ring_u + first * F::D_V, cursor - first, lane);
+        multiply_records<F>(sums, updates, weights, first, cursor, lane);
     }
 }
