@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from replayssm.backends.triton import draw, few_rows, norm, pointwise, window
+from replayssm.backends.triton import draw, norm, pointwise, single_row, window
 
 Described = tuple[Any, dict[str, str], dict[str, Any], int]
 
@@ -31,11 +31,10 @@ def fused_kernels() -> dict[str, Described]:
     found["fused swiglu"] = pointwise._swiglu_kernel, types, {"BLOCK": pointwise.BLOCK}, 4
     types = dict.fromkeys(("x_ptr", "gate_ptr", "y_ptr"), "*bf16")
     found["fused gate"] = pointwise._gate_kernel, types, {"BLOCK": pointwise.BLOCK}, 4
-    for rows in (1, few_rows.MOST_ROWS):
-        cut = few_rows.choose_cut(12352, rows)
-        types = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), "*bf16")
-        constants = {"NUM_INPUTS": 2560, "ROWS": rows, "OUTPUTS": cut.outputs, "INPUTS": cut.inputs}
-        found[f"fused product of {rows}"] = few_rows._few_rows_kernel, types, constants | {"UNROLL": cut.unroll}, 4
+    cut = single_row.choose_cut(12352)
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), "*bf16")
+    constants = {"NUM_INPUTS": 2560, "OUTPUTS": cut.outputs, "INPUTS": cut.inputs, "UNROLL": cut.unroll}
+    found["fused product of a row"] = single_row._single_row_kernel, types, constants, 4
     types = dict.fromkeys(("q_ptr", "k_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16") | {"eps": "fp32"}
     types |= dict.fromkeys(("cos_ptr", "sin_ptr", "q_out_ptr", "k_out_ptr"), "*bf16") | {"weight_offset": "fp32"}
     found["fused rotary"] = pointwise._rotary_kernel, types, {"DIM": 256, "ROTARY": 64, "NORM": True, "BLOCK": 256}, 1

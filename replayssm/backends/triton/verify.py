@@ -69,15 +69,6 @@ def _product(a, b, total, TF32: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _sum_along_rows(x):
-    """Of each row, in pairs: ``tl.sum`` adds as the lanes hold a row, which the inputs' alignment decides."""
-    if x.shape[1] == 1:
-        return tl.reshape(x, [x.shape[0]])
-    else:  # noqa: RET505 (the compiler would go on here)
-        return _sum_along_rows(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2))
-
-
-@triton.jit
 def _path(row, column, count, parents_at, TREE: tl.constexpr):
     """Whether the token of a row is on the path to the token of a column, which is included."""
     path = row[:, None] <= column[None, :]
@@ -269,7 +260,7 @@ def _verify_kernel(
             for back in range(count):  # what lies behind token j on the path to i
                 j = count - 1 - back
                 key = tl.load(k_at + j.to(tl.int64) * k_token + dim_k, mask=is_k, other=0.0).to(tl.float32)
-                with_j = _sum_along_rows(x * tl.exp(behind) * key[None, :])
+                with_j = tl.sum(x * tl.exp(behind) * key[None, :], axis=1)
                 weight = tl.where((column == j + QUERIES)[:, None] & path, weight + with_j[None, :], weight)
                 g_j = tl.sum(tl.where((node == j)[:, None], g, 0.0), axis=0)
                 if TREE:
@@ -299,7 +290,7 @@ def _verify_kernel(
     v = tl.load(v_at, mask=is_u, other=0.0).to(tl.float32)
     norm = tl.full([COLUMNS], 1.0, tl.float32)
     if L2_NORM:
-        norm = 1.0 / tl.sqrt_rn(_sum_along_rows(squares) + EPS)
+        norm = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) + EPS)
     if DELTA_RULE:
         b = tl.load(b_ptr + row * b_row + head * b_head + wide * b_token, mask=used, other=0.0)
         factor = beta_scale * sigmoid(b.to(tl.float32)) * norm
@@ -470,11 +461,29 @@ def record_block(ring_rows: int) -> int:
     return max(16, triton.next_power_of_2(ring_rows))
 
 
+def _evenly_placed(x: Tensor) -> Tensor:
+    """x, or a copy where its tokens and heads don't begin at such addresses as those of a copy.
+
+    The kernel adds the channels of a head as its lanes hold them, which follows from what the compiler knows of strides
+    and addresses: it asks whether they are multiples of 16.
+    """
+    even = x.shape[-1] % 16 == 0 and not any(step % 16 for step in _steps(x))
+    if x.data_ptr() % 16 == 0 and (even or x.is_contiguous()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Its first three strides; 0 where they are of no use."""
+    return [step if n > 1 else 0 for n, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+
+
 def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tensor:
     """A window of any layer."""
     assert step.checkpoint_slot is not None
     layer = decode.readable(layer, step)
-    q, k, v, a, b, rate, bias, D, z = layer
+    _, _, v, a, b, rate, bias, D, z = layer
+    q, k = _evenly_placed(layer.q), _evenly_placed(layer.k)
     batch, tokens, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[2:]
     channel = layer.channel
@@ -528,8 +537,8 @@ def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tenso
             rules.beta_scale,
             *bounds,
             tokens,
-            *q.stride()[:3],
-            *k.stride()[:3],
+            *_steps(q),
+            *_steps(k),
             *v.stride()[:3],
             *a.stride()[:3],
             *b_or_a.stride()[:3],

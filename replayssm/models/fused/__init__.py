@@ -34,7 +34,7 @@ _FINDERS = {
     "swiglu": fused_swiglu,
 }
 #: What can be fused; "places" are the engine's own kernels before a step's layers.
-FUSIONS = (*_FINDERS, "linears", "few_rows", "places")
+FUSIONS = (*_FINDERS, "linears", "single_row", "places")
 
 
 def fusions_for(device: torch.device) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class FusedModules:
                 if name in names:
                     self.forwards.update(find(model, model.dtype))
             # Last: checks run modules, of which projections are parts.
-            chosen = {"merged": "linears" in names, "few_rows": "few_rows" in names}
+            chosen = {"merged": "linears" in names, "single_row": "single_row" in names}
             self.forwards.update(fused_linears(model, model.dtype, **chosen))
         kinds = Counter(type(module).__name__ for module in self.forwards)
         logger.debug("fused modules of %s: %s", type(model).__name__, dict(kinds))

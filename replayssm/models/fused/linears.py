@@ -1,4 +1,4 @@
-"""Projections of one input as one matrix product, and products of few rows by a kernel of ours.
+"""Projections of one input as one matrix product, and products of one row by a kernel of ours.
 
 The weights of projections that belong together come to lie one behind the other, each still the module's own parameter;
 nothing is there twice. The first projection that is given an input computes all, the others take their part of it.
@@ -31,7 +31,7 @@ TOGETHER = (
 
 
 def fused_linears(
-    model: nn.Module, dtype: torch.dtype, *, merged: bool, few_rows: bool
+    model: nn.Module, dtype: torch.dtype, *, merged: bool, single_row: bool
 ) -> Iterator[tuple[nn.Module, Forward]]:
     """Projections with other forwards.
 
@@ -39,9 +39,9 @@ def fused_linears(
         model: any.
         dtype: of the weights.
         merged: those that share an input share a product.
-        few_rows: products of few rows, of 16-bit weights, read them as fast as memory goes.
+        single_row: products of one row, with 16-bit weights, read them as fast as memory goes.
     """
-    product = _product if few_rows and dtype.itemsize == 2 else F.linear
+    product = _product if single_row and dtype.itemsize == 2 else F.linear
     found = dict(_merged_linears(model, dtype, product)) if merged else {}
     yield from found.items()
     if product is _product:
@@ -54,10 +54,10 @@ def _alone(linear: Any) -> Forward:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    from replayssm.backends.triton.few_rows import MOST_ROWS, few_rows
+    from replayssm.backends.triton.single_row import single_row
 
-    few = x.numel() <= MOST_ROWS * x.shape[-1] and x.dtype == weight.dtype
-    return few_rows(x, weight) if few else F.linear(x, weight)
+    alone = x.numel() == x.shape[-1] and x.dtype == weight.dtype
+    return single_row(x, weight) if alone else F.linear(x, weight)
 
 
 def _merged_linears(model: nn.Module, dtype: torch.dtype, product: Product) -> Iterator[tuple[nn.Module, Forward]]:
