@@ -443,6 +443,8 @@ def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
         "ring_g of the other gate": ({"ring_g": torch.zeros(3, 2, 4, 16)}, r"ring_g has shape \[3, 2, 4, 16\]"),
         "ring_k of another dtype": ({"ring_k": torch.zeros(3, 1, 4, 16, dtype=F16)}, "ring_k has dtype float16"),
         "force_flush of another shape": ({"force_flush": torch.zeros(3, dtype=torch.bool)}, "force_flush has shape"),
+        "a scale in words": ({"scale": "1"}, "scale is '1': a number is wanted"),
+        "no beta_scale": ({"beta_scale": None}, "beta_scale is None: a number is wanted"),
         "unknown backend": ({"backend": "tpu"}, "backend 'tpu' is unknown: use 'auto', 'cpu', 'torch'"),
         "absent backend": ({"backend": "cuda"}, "backend 'cuda' is not available"),
     }

@@ -370,6 +370,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a parent of -2": ({"parents": int32([[-2, 0, 1], [-1, 0, 0]])}, r"parents\[0, 0\] is -2"),
     "slot out of range": ({"slots": int32([0, 3])}, "slots holds 3: numbers below N = 3"),
     "slot twice": ({"slots": int32([1, 1])}, "slots holds 1 more than once"),
+    "a scale in words": ({"scale": "1"}, "scale is '1': a number is wanted"),
     "unknown backend": ({"backend": "tpu"}, "backend 'tpu' is unknown"),
 }
 

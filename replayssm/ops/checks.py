@@ -19,6 +19,13 @@ def check_count(name: str, value: int, smallest: int, wanted: str = "") -> None:
         raise ValueError(f"{name} is {value!r}: {wanted or f'a whole number of at least {smallest}'} is wanted")
 
 
+def check_numbers(**given: float) -> None:
+    """Check that options are numbers, which kernels are given as they are."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{name} is {value!r}: a number is wanted")
+
+
 def check_tensor(
     name: str,
     tensor: Tensor,

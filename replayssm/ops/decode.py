@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from replayssm.backends.step import ABSENT, Rules, Step
-from replayssm.ops.checks import check_flush_period, check_rows, check_slots_on_host
+from replayssm.ops.checks import check_flush_period, check_numbers, check_rows, check_slots_on_host
 from replayssm.ops.dispatch import backend_module, register
 from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2, limits
 from replayssm.ops.known import ShortWay, recall, remember, short_way
@@ -84,6 +84,7 @@ def gdn_decode(
         check_gdn(q, k, v, a, b, A_log, dt_bias, state, "B")
         check_rows(slots, v.shape[0], force_flush, v.device)
         check_flush_period(flush_period, ring_k)
+        check_numbers(scale=scale_of(q, scale), beta_scale=beta_scale)
         rules = Rules(scale_of(q, scale), beta_scale, qk_l2norm)
         known = remember(options, tensors, backend, _short_way(tensors, rules, flush_period))
     if known.run is not None:
@@ -147,6 +148,7 @@ def kda_decode(
         check_kda(q, k, v, a, b, A_log, dt_bias, lower_bound, state, "B")
         check_rows(slots, v.shape[0], force_flush, v.device)
         check_flush_period(flush_period, ring_k)
+        check_numbers(scale=scale_of(q, scale), beta_scale=beta_scale)
         rules = Rules(scale_of(q, scale), beta_scale, qk_l2norm, lower_bound)
         known = remember(options, tensors, backend, _short_way(tensors, rules, flush_period))
     if known.run is not None:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from replayssm.backends.step import ABSENT, Rules, Step, Window
+from replayssm.ops.checks import check_numbers
 from replayssm.ops.dispatch import backend_module, register
 from replayssm.ops.inputs import check_gdn, check_kda, check_mamba2, limits
 from replayssm.ops.known import ShortWay, recall, remember, short_way
@@ -86,6 +87,7 @@ def gdn_verify(
     if known is None:
         check_gdn(q, k, v, a, b, A_log, dt_bias, state, "B, T")
         _check_rows(v, ring_u, *window)
+        check_numbers(scale=scale_of(q, scale), beta_scale=beta_scale)
         rules = Rules(scale_of(q, scale), beta_scale, qk_l2norm)
         known = remember(options, tensors, backend, _short_way(tensors, rules))
     if known.run is not None:
@@ -141,6 +143,7 @@ def kda_verify(
     if known is None:
         check_kda(q, k, v, a, b, A_log, dt_bias, lower_bound, state, "B, T")
         _check_rows(v, ring_u, *window)
+        check_numbers(scale=scale_of(q, scale), beta_scale=beta_scale)
         rules = Rules(scale_of(q, scale), beta_scale, qk_l2norm, lower_bound)
         known = remember(options, tensors, backend, _short_way(tensors, rules))
     if known.run is not None:
