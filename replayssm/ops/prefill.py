@@ -17,7 +17,7 @@ from replayssm.backends.torch import prefill as torch_prefill
 from replayssm.ops.checks import ACTIVATION_DTYPES, check_activation, check_rank, check_tensor
 from replayssm.ops.dispatch import call, register, resolve_backend
 from replayssm.ops.inputs import check_dt_limit, limits
-from replayssm.ops.layers import GATE, LAYERS, MAMBA2
+from replayssm.ops.layers import GATE, LAYERS, MAMBA2, scale_of
 
 _DELTA = "float beta_scale, float scale, bool qk_l2norm"
 _ENDS = "Tensor initial_state, Tensor cu_seqlens, str backend) -> (Tensor, Tensor)"
@@ -65,8 +65,8 @@ def gdn_prefill(
     """
     _check_sequences(("q", "k", "v"), q, k, v, initial_state, cu_seqlens)
     _check_heads((("a", a), ("b", b)), (("A_log", A_log), ("dt_bias", dt_bias)), v)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    numbers, ends = (beta_scale, scale, qk_l2norm), (initial_state, cu_seqlens, resolve_backend(backend, v.device))
+    numbers = (beta_scale, scale_of(q, scale), qk_l2norm)
+    ends = (initial_state, cu_seqlens, resolve_backend(backend, v.device))
     return call("gdn_prefill", q, k, v, a, b, A_log, dt_bias, *numbers, *ends)
 
 
@@ -113,8 +113,8 @@ def kda_prefill(
     check_tensor("dt_bias", dt_bias, k.shape[1:], "[H, d_k]", device=v.device)
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound is {lower_bound}: a negative number, or None for the softplus gate, is wanted")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    numbers, ends = (beta_scale, scale, qk_l2norm), (initial_state, cu_seqlens, resolve_backend(backend, v.device))
+    numbers = (beta_scale, scale_of(q, scale), qk_l2norm)
+    ends = (initial_state, cu_seqlens, resolve_backend(backend, v.device))
     return call("kda_prefill", q, k, v, a, b, A_log, dt_bias, lower_bound, *numbers, *ends)
 
 

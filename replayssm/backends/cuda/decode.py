@@ -7,7 +7,6 @@ that part alone, for calls that look the same.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from struct import Struct
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replayssm.backends.cuda import blocks, build, launch
+from replayssm.backends.cuda import blocks, launch
 from replayssm.backends.cuda.cuts import cut_of
 from replayssm.backends.cuda.launch import Plan
 from replayssm.backends.step import Layer, Rules, Step, counted_off
@@ -25,9 +24,9 @@ from replayssm.backends.step import Layer, Rules, Step, counted_off
 # dt_max, flush_period, items, blocks.
 _REST = Struct("@18i5f3i")
 _PARAMS = Struct(f"@17Q8xQ8x{_REST.size}s")
-_L2_NORM, _SOFTPLUS, _BOUNDED, _ROW_CURSORS, _NORMAL_KEYS, _INPUT_RECORDS, _ZERO_PADDING, _WINDOW = (
-    2**i for i in range(8)
-)
+# CASE_FLAGS there; the last two are those of folds, in state.py.
+_L2_NORM, _SOFTPLUS, _BOUNDED, _ROW_CURSORS, _NORMAL_KEYS, _INPUT_RECORDS, _ZERO_PADDING = (2**i for i in range(7))
+WINDOW, FOLD, TO_SLOTS = (2**i for i in range(7, 10))
 _RECORDS = {"updates": 0, "normalised": _NORMAL_KEYS, "inputs": _INPUT_RECORDS}
 
 _plans: dict[Any, Plan] = {}
@@ -107,18 +106,14 @@ def make_plan(layer: Layer, rules: Rules, step: Step, *, window: bool = False) -
         return Plan(None, missing="a multiprocessor's shared memory can't hold the ring")
     flags = _L2_NORM * rules.l2_norm | _SOFTPLUS * rules.softplus | _BOUNDED * (rules.lower_bound is not None)
     flags |= _RECORDS[step.records] | _ROW_CURSORS * (step.checkpoint_slot is None)
-    flags |= _ZERO_PADDING * step.zero_padding | _WINDOW * window
+    flags |= _ZERO_PADDING * step.zero_padding | WINDOW * window
     forced = launch.FLAG_BYTES[None if step.force_flush is None else step.force_flush.dtype]
     options = macros(shape, block, launch.types_of(layer, step) | {"FLAGS": flags, "FORCE_BYTES": forced})
-    try:
-        found = launch.kernel(tuple(options.items()), block, shape, v.dtype, device, "replayssm_decode")
-    except build.BuildError as error:
-        what = "Verify windows of one token" if window else "Decode steps"
-        warnings.warn(f"{error}. {what} run on the triton backend.", RuntimeWarning, stacklevel=2)
-        return Plan(None, missing=str(error))
     items = v.shape[0] * shape.num_v_heads * shape.head_v_dim // block.rows
     count = block.count(items, about.multiprocessors)
-    return Plan(found, count, _REST.pack(*strides, *launch.numbers_of(rules), step.flush_period, items, count))
+    rest = _REST.pack(*strides, *launch.numbers_of(rules), step.flush_period, items, count)
+    what = "Verify windows of one token run" if window else "Decode steps run"
+    return launch.planned(options, block, shape, v.dtype, device, "replayssm_decode", count, rest, what)
 
 
 def macros(shape: blocks.Shape, block: blocks.Block, more: dict[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from struct import Struct
@@ -155,11 +156,15 @@ def strides_of(layer: Layer, step: Step, *more: int) -> tuple[int, ...]:
 
 def shape_of(layer: Layer, step: Step) -> blocks.Shape:
     """What of a layer and its state decides which kernel runs."""
-    _, num_v_heads, head_v_dim, head_k_dim = step.checkpoint.shape
-    num_k_heads, ring_rows = step.ring_k.shape[1:3]
+    return shape_of_state(layer.channel, layer.b is not None, step.checkpoint, step.ring_u, step.ring_k)
+
+
+def shape_of_state(channel: bool, delta: bool, checkpoint: Tensor, ring_u: Tensor, ring_k: Tensor) -> blocks.Shape:
+    """The same from the tensors of a layer's slots."""
+    _, num_v_heads, head_v_dim, head_k_dim = checkpoint.shape
+    num_k_heads, ring_rows = ring_k.shape[1:3]
     heads = (num_v_heads // num_k_heads, num_v_heads)
-    dtypes = (step.checkpoint.dtype, step.ring_u.dtype)
-    return blocks.Shape(layer.channel, layer.b is not None, head_v_dim, head_k_dim, *heads, ring_rows, *dtypes)
+    return blocks.Shape(channel, delta, head_v_dim, head_k_dim, *heads, ring_rows, checkpoint.dtype, ring_u.dtype)
 
 
 def types_of(layer: Layer, step: Step) -> dict[str, str]:
@@ -215,6 +220,26 @@ def kernel(
     """
     code = build.machine_code(dict(macros), properties(device).architecture, _FILES[name])
     return driver.load(code, name, device.index, cut.threads, cut.shared_bytes(shape, activations))
+
+
+def planned(
+    macros: dict[str, str],
+    cut: blocks.Block | Window,
+    shape: blocks.Shape,
+    activations: torch.dtype,
+    device: torch.device,
+    name: str,
+    count: int,
+    rest: bytes,
+    what: str,
+) -> Plan:
+    """How to launch a kernel; where it can't be had, a warning says ``what`` happens on the triton backend instead."""
+    try:
+        found = kernel(tuple(macros.items()), cut, shape, activations, device, name)
+    except build.BuildError as error:
+        warnings.warn(f"{error}. {what} on the triton backend.", RuntimeWarning, stacklevel=2)
+        return Plan(None, missing=str(error))
+    return Plan(found, count, rest)
 
 
 def triton() -> Any:

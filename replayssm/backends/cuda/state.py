@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import replace
 from struct import Struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from replayssm.backends.cuda import blocks, build, decode, launch
+from replayssm.backends.cuda import blocks, decode, launch
 from replayssm.backends.cuda.launch import Plan
 
 # As `Params` in config.cuh: output, checkpoint and rings, cursors, slots and, where a window has its lengths, targets;
 # then the strides of slots. The rest is a token's.
 _REST = Struct("@56x4i32x")
 _PARAMS = Struct(f"@72x9Q16x{_REST.size}s")
-_WINDOW, _FOLD, _TO_SLOTS = 128, 256, 512  # flags of `Case` there
 
 _plans: dict[Any, Plan] = {}
 
@@ -81,7 +80,8 @@ def _plan(state: tuple[Tensor, ...], slots: Tensor, targets: Tensor | None) -> P
 
 def _make_plan(state: tuple[Tensor, ...], slots: Tensor, targets: Tensor | None) -> Plan:
     checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = state
-    shape = _shape_of(checkpoint, ring_u, ring_k, ring_g)
+    shape = launch.shape_of_state(ring_g.dim() == 4, True, checkpoint, ring_u, ring_k)
+    shape = replace(shape, window=True)
     strides = tuple(x.stride(0) for x in state[:4])
     whole = (write_pos, checkpoint_slot, slots, *([] if targets is None else [targets]))
     missing = launch.unsupported_state(state[:4], whole, strides, shape.channel) or shape.unsupported()
@@ -94,21 +94,9 @@ def _make_plan(state: tuple[Tensor, ...], slots: Tensor, targets: Tensor | None)
     if block is None:
         return Plan(None, missing="a multiprocessor's shared memory can't hold the ring")
     options = macros(shape, block, keys, to_slots=targets is not None)
-    try:
-        found = launch.kernel(tuple(options.items()), block, shape, keys, device, "replayssm_fold")
-    except build.BuildError as error:
-        warnings.warn(f"{error}. States are folded on the triton backend.", RuntimeWarning, stacklevel=2)
-        return Plan(None, missing=str(error))
-    return Plan(found, rows // block.rows, _REST.pack(*strides))
-
-
-def _shape_of(checkpoint: Tensor, ring_u: Tensor, ring_k: Tensor, ring_g: Tensor) -> blocks.Shape:
-    _, num_v_heads, head_v_dim, head_k_dim = checkpoint.shape
-    num_k_heads, ring_rows = ring_k.shape[1:3]
-    heads = (num_v_heads // num_k_heads, num_v_heads)
-    dtypes = (checkpoint.dtype, ring_u.dtype)
-    dims = (head_v_dim, head_k_dim, *heads, ring_rows)
-    return blocks.Shape(ring_g.dim() == 4, True, *dims, *dtypes, window=True)
+    count, rest = rows // block.rows, _REST.pack(*strides)
+    what = "States are folded"
+    return launch.planned(options, block, shape, keys, device, "replayssm_fold", count, rest, what)
 
 
 def macros(shape: blocks.Shape, block: blocks.Block, keys: torch.dtype, *, to_slots: bool) -> dict[str, str]:
@@ -122,5 +110,5 @@ def macros(shape: blocks.Shape, block: blocks.Block, keys: torch.dtype, *, to_sl
     """
     types = dict.fromkeys(("A", "B", "RATE", "BIAS", "D", "Z"), "none")
     types |= {name: launch.TYPES[x] for name, x in (("C", shape.state_dtype), ("X", keys), ("U", shape.update_dtype))}
-    flags = _WINDOW | _FOLD | _TO_SLOTS * to_slots
+    flags = decode.WINDOW | decode.FOLD | decode.TO_SLOTS * to_slots
     return decode.macros(shape, block, types | {"FLAGS": flags, "FORCE_BYTES": 0})

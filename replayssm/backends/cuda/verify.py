@@ -6,7 +6,6 @@ once for each combination; a window is then one launch. A window of one token ru
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from struct import Struct
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from replayssm.backends.cuda import blocks, build, decode, launch, windows
+from replayssm.backends.cuda import blocks, decode, launch, windows
 from replayssm.backends.cuda.launch import Plan
 from replayssm.backends.step import ABSENT, Layer, Rules, Step, Window, counted_off
 
@@ -136,14 +135,11 @@ def _make_plan(layer: Layer, rules: Rules, step: Step, window: Window, aligned: 
         return Plan(None, missing="a multiprocessor's shared memory can't hold the window")
     types = launch.types_of(layer, step)
     options = macros(shape, cut, types, rules, tree=window.parents is not None, aligned=aligned)
-    try:
-        found = launch.kernel(tuple(options.items()), cut, shape, v.dtype, device, "replayssm_verify")
-    except build.BuildError as error:
-        warnings.warn(f"{error}. Verify windows run on the triton backend.", RuntimeWarning, stacklevel=2)
-        return Plan(None, missing=str(error))
     tiles = batch * num_v_heads * head_v_dim // cut.rows
-    whole, num_blocks = cut.items(tiles, about.multiprocessors)
-    return Plan(found, num_blocks, _REST.pack(*strides, *launch.numbers_of(rules), tokens, tiles, whole, num_blocks))
+    whole, count = cut.items(tiles, about.multiprocessors)
+    rest = _REST.pack(*strides, *launch.numbers_of(rules), tokens, tiles, whole, count)
+    what = "Verify windows run"
+    return launch.planned(options, cut, shape, v.dtype, device, "replayssm_verify", count, rest, what)
 
 
 def _aligned(layer: Layer) -> bool:
