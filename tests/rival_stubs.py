@@ -45,7 +45,7 @@ def covered(*arguments):
 
 def kda_packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, num_q_heads,
                       lower_bound=None):
-    assert make_cpp_args(8, True) == ["8", "true"] and a.dim() == 2 and dt_bias.dim() == 1
+    assert f"<{make_cpp_args(8, True)}>" == "<8, true>" and a.dim() == 2 and dt_bias.dim() == 1
     assert mixed_qkv.shape[1] == initial_state.shape[-1] * (2 * num_q_heads) + out[0].numel()
     packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, True)
 """

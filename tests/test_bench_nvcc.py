@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 def test_a_kernel_is_compiled_for_this_gpu_at_its_first_call_alone(tmp_path, builds, monkeypatch):
     arguments = nvcc.cpp_arguments(8, True)
-    wanted = {"cuda_files": ["a/kernel.cuh"], "cuda_wrappers": [("run", f"Kernel<{', '.join(arguments)}>::run")]}
+    wanted = {"cuda_files": ["a/kernel.cuh"], "cuda_wrappers": [("run", f"Kernel<{arguments}>::run")]}
     modules = [nvcc.load_jit(tmp_path, "kernel_8", *arguments, **wanted) for _ in range(2)]
     assert modules == [("loaded", str(tmp_path / "built" / "kernel_8.so"))] * 2
     (build,) = builds

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 
 
-def cpp_arguments(*values: int | bool) -> list[str]:
+class CppArguments(tuple[str, ...]):
+    """C++ template arguments: one by one they are parts of a name, as text they stand in source code."""
+
+    def __str__(self) -> str:
+        return ", ".join(self)
+
+
+def cpp_arguments(*values: int | bool) -> CppArguments:
     """Values as C++ template arguments."""
-    return [str(value).lower() for value in values]
+    return CppArguments(str(value).lower() for value in values)
 
 
 def load_jit(
