@@ -113,7 +113,7 @@ def _converse(engine: Engine, params: SamplingParams, begun: list[Message]) -> N
         try:
             check_prompt(text, "the message")
             answer = _answer(engine, params, asked, told)
-        except InputError as error:  # most likely, the chat has outgrown the context
+        except InputError as error:  # most likely, the chat has outgrown the context; or the model gave no token
             again = ": /new begins a new chat" if messages != begun else ""
             told.print(f"{one_line(error)}{again}", style="red", markup=False, soft_wrap=True)
             continue
@@ -151,7 +151,7 @@ def _answer(engine: Engine, params: SamplingParams, messages: list[Message], tol
                 sys.stdout.write(update.text)
                 sys.stdout.flush()
                 if update.finish_reason == "error":
-                    raise RuntimeError(update.message)
+                    raise InputError(update.message)
     seconds = time.perf_counter() - start
     typer.echo("")
     told.print(

@@ -169,9 +169,12 @@ def _with_engine(
         (output,) = engine.generate([tokens], params, on_update=on_update)
         stats = engine.stats()
         backend = engine.runner.pool.backend
+    (completion,) = output.completions
+    if completion.finish_reason == "error":
+        raise InputError(completion.message or "the engine failed")
     settings = {"ring_len": options.ring_len, "backend": backend, "state_dtype": options.state_dtype}
     return Generated(
-        output.completions[0].token_ids,
+        completion.token_ids,
         output.ttft_seconds,
         output.seconds,
         settings | _steps_and_windows(stats.counters),
