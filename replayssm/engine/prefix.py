@@ -137,8 +137,9 @@ class PrefixCache:
             return is_broken(self._snapshot_of(path[end]), [page for node in path[: end + 1] for page in node.pages])
 
         first = bisect_left(ends, True, key=broken)
-        for node in list(self._below(path[ends[first]]) if first < len(ends) else ()):
-            self._evict(node)
+        if first < len(ends):
+            for node in self._beginning_with(path[ends[first]]):
+                self._evict(node)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -204,12 +205,12 @@ class PrefixCache:
         yield from (node for node in leaves if self.pages.is_idle(node.pages[-1]))
         yield from leaves
 
-    def _below(self, node: Node) -> Iterator[Node]:
+    def _beginning_with(self, node: Node) -> list[Node]:
         """Nodes with a snapshot from this one on, each behind those that begin with it."""
-        for child in node.children.values():
-            yield from self._below(child)
-        if node.snapshot is not None:
-            yield node
+        found = [node]
+        for one in found:  # which grows
+            found += one.children.values()
+        return [one for one in reversed(found) if one.snapshot is not None]
 
     def _snapshot_of(self, node: Node) -> int:
         assert node.snapshot is not None
