@@ -322,7 +322,11 @@ def test_the_command_fails_where_one_of_ours_does(config, capfd, monkeypatch):
         ("--output .", "output is '.', which is a folder"),
     ],
 )
-def test_bad_input_is_one_line(arguments, message, capfd):
+def test_bad_input_is_one_line_before_a_model_loads(arguments, message, capfd, monkeypatch):
+    def load(*_):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("replayssm.loading.load_model", load)
     assert cli.run(["bench", "e2e", *arguments.split()]) == 2
     _, err = capfd.readouterr()
     assert err.startswith(f"replayssm: error: {message}")

@@ -274,6 +274,17 @@ def test_triton_without_a_gpu_is_one_line_and_exit_2(replayssm, monkeypatch):
     expect_one_line(replayssm(*args), "backend 'triton' is not available", "GPU", "torch")
 
 
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Loading a model's weights fails."""
+
+    def load(*_):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("replayssm.loading.load_model", load)
+
+
+@pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("command", [("generate", "--prompt", PROMPT), ("chat",), ("serve",)])
 @pytest.mark.parametrize(
     ("args", "part"),
@@ -284,23 +295,53 @@ def test_triton_without_a_gpu_is_one_line_and_exit_2(replayssm, monkeypatch):
     ],
     ids=["backend", "model type", "weights"],
 )
-def test_what_a_folder_or_machine_lacks_is_told_before_a_model_loads(
-    replayssm, folder, monkeypatch, command, args, part
-):
-    def load(*_):
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("replayssm.loading.load_model", load)
+def test_what_a_folder_or_machine_lacks_is_told_before_a_model_loads(replayssm, folder, command, args, part):
     empty_weights(folder)
     expect_one_line(replayssm(*command, *(folder if arg == "without" else arg for arg in args)), part)
 
 
+@pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("extra", [(), ("--no-replay",), ("--speculate", "ngram", "--tree", "2")])
-def test_more_tokens_than_the_model_was_made_for_are_refused(replayssm, extra):
+def test_more_tokens_than_the_model_was_made_for_are_refused_before_it_loads(replayssm, extra):
     result = replayssm("generate", "--prompt", "import", "--max-new-tokens", "8187", *extra)
     expect_one_line(
         result, f"the prompt has 6 tokens and max-new-tokens is 8187: {NAMES[0]} was made for 8192 together"
     )
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("generate", "--prompt", "import", "--max-new-tokens", "8187", "--chat"), "tokens and max-new-tokens is 8187"),
+        (("generate", "--prompt", PROMPT, "--dtype", "bfloat16", "--ring-dtype", "float16"), "beside a bfloat16 model"),
+        (("chat", "--system", "x" * 9000), f"tokens: {NAMES[0]} was made for 8192"),
+        (("chat", "--system", "caf\udce9"), "system is not text at character 3"),
+    ],
+    ids=["chat template", "ring dtype", "system", "no text"],
+)
+def test_what_tokenizer_and_config_know_is_told_before_a_model_loads(replayssm, args, part):
+    expect_one_line(replayssm(*args), part)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_draft_model_with_other_tokens_is_told_before_a_model_loads(replayssm, folder):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    first, second, *_ = vocab
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(content))
+    args = ("generate", "--prompt", PROMPT, "--speculate", "draft", "--draft-model", folder)
+    expect_one_line(replayssm(*args), "the draft model has another vocabulary")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_model_without_a_chat_template_is_told_before_it_loads(replayssm, folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": None}))
+    expect_one_line(replayssm("chat", "--model", folder), "has no chat template")
+    expect_one_line(replayssm("generate", "--prompt", PROMPT, "--chat", "--model", folder), "has no chat template")
 
 
 def test_a_message_that_cannot_be_answered_is_told_and_the_next_one_is_answered(replayssm, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle import KINDS, Layer, relative_error
 from test_cuda import CUTS, DTYPES, KERNELS, SIZES, install, sometimes
+from torch.multiprocessing.reductions import StorageWeakRef
 from windows import TREES, Run, int32
 
 from replayssm.backends.cuda import blocks, verify, windows
@@ -332,3 +333,20 @@ def test_counters_go_after_the_checkpoints_that_they_are_for() -> None:
             counters.numbers.fill_(1)
         del run, runs
         gc.collect()
+
+
+@pytest.mark.usefixtures("launched")
+def test_counters_that_became_too_few_stay_where_a_graph_may_count() -> None:
+    run = Run(Layer("gdn", 1, 2, 64, 32, backend="cuda"), ring=4)
+    wanted, (checkpoint, ring_k) = 3, (run.pool.fold_args(0)[name] for name in ("checkpoint", "ring_k"))
+    numbers = [verify._arrivals_of(checkpoint, count * ring_k.shape[1]) for count in (1, wanted)]
+    addresses = [one.data_ptr() for one in numbers]
+    storages = [StorageWeakRef(one.untyped_storage()) for one in numbers]
+    assert addresses[0] != addresses[1]
+    del numbers
+    gc.collect()
+    assert not any(storage.expired() for storage in storages)
+    del run, checkpoint, ring_k
+    gc.collect()
+    Run(Layer("gdn", 1, 2, 64, 32, backend="cuda"), ring=4).verify(2)  # which looks for those of no use
+    assert all(storage.expired() for storage in storages)

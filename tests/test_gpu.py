@@ -11,6 +11,7 @@ from conftest import NEEDS_HOPPER
 from oracle import KINDS, SHAPES, Layer, relative_error
 from test_triton import new_pool
 from torch import Tensor
+from windows import Run
 
 from replayssm import ReplayPool, ops
 from replayssm.ops.rows import delta_decode_rows, mamba2_decode_rows
@@ -366,6 +367,48 @@ def test_cuda_graph_replays_a_decode_step(kind: str, backend: str) -> None:
             states[slot], expected = layer.reference(one, states[slot])
             assert relative_error(y[row], expected[0]) < 2e-6
             assert relative_error(pool.read_state(0, [slot]), states[slot]) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_window_of_a_pool_may_be_captured(kind: str, tokens: int, backend: str) -> None:
+    """Windows of its slots before the graph is replayed, between replays and the replays themselves are right."""
+    layer = Layer(kind, 2, 2 if kind.startswith("kda") else 4, 64, 64, device="cuda", backend=backend)
+    compiling = Run(layer, ring=6)  # its slots lie elsewhere
+    compiling.verify(tokens, [tokens] * 2)
+    memory = torch.cuda.graph_pool_handle()
+    before = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(before, pool=memory):  # what it leaves in the graphs' memory is no zeros
+        sevens = [torch.full((128,), 7, dtype=torch.int32, device="cuda") for _ in range(256)]
+        del sevens
+    before.replay()
+
+    run = Run(layer, ring=6)
+    held, slots = run.pool.fold_args(0), run.pool.slot_tensor(run.rows)
+    given, num_tokens = layer.draw_window(2, tokens), torch.full_like(slots, tokens)
+
+    def window() -> Tensor:
+        return layer.verify(given, **run.pool.verify_args(0), slots=slots, num_tokens=num_tokens)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, pool=memory):
+        y = window()
+    for _ in range(3):
+        for _ in range(6):  # then the ring is full, and the next one folds
+            run.verify(tokens)
+            run.commit()
+        kept = {name: tensor.clone() for name, tensor in held.items()}
+        expected = window()
+        after = {name: bits(tensor) for name, tensor in held.items()}
+        for _ in range(2):
+            for name, tensor in held.items():
+                tensor.copy_(kept[name])
+            graph.replay()
+            assert torch.equal(y, expected)
+            assert all(torch.equal(bits(tensor), after[name]) for name, tensor in held.items())
+        for name, tensor in held.items():
+            tensor.copy_(kept[name])
 
 
 def test_a_window_waits_for_nothing_and_allocates_its_output_alone() -> None:

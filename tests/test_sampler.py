@@ -15,6 +15,7 @@ from torch import Tensor
 
 from replayssm.engine import distribution, sampler
 from replayssm.engine.distribution import Filters, threshold
+from replayssm.engine.drawn import NO_TOKEN
 from replayssm.engine.logprobs import Logprobs
 from replayssm.engine.outputs import TokenLogprobs
 from replayssm.engine.params import SamplingParams
@@ -351,7 +352,7 @@ def test_rows_with_broken_logits_leave_others_alone():
         assert [one for row, one in enumerate(found) if row != broken] == [
             one for row, one in enumerate(expected) if row != broken
         ]
-        assert 0 <= found[broken][0] < VOCAB
+        assert found[broken][0] == NO_TOKEN
 
 
 # Penalties, biases, min_tokens.
@@ -630,6 +631,39 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("names", [("greedy",), tuple(REQUESTS)], ids=["greedy", "all"])
+def test_a_gpu_tells_broken_logits_and_leaves_other_rows_alone(names, dtype):
+    requests = [REQUESTS[name] for name in names] * 2
+    count, places = len(requests), torch.arange(len(requests)).cuda()
+    logits, window = some_logits(count).cuda().to(dtype), torch.zeros(count, 1, dtype=torch.int64).cuda()
+
+    def drawn(logits: Tensor) -> list[list[int]]:
+        """By a step, and by a window of one token."""
+        found = []
+        for way in ("step", "window"):
+            made = Sampler(VOCAB, "cuda", count)
+            for row, params in enumerate(requests):
+                made.join(row, params, seed=100 + row, prompt=[1, 2, 1, 3], eos_token_ids=[0])
+            rows = made.rows(range(count))
+            if way == "step":
+                found.append(made.sample(logits, rows, places).start_copy().wait()[0])
+            else:
+                ones = torch.ones_like(places).int()
+                verified = made.verify_window(logits[:, None], rows, places, window, ones)
+                found.append([ids[0] for ids in verified.start_copy().wait()[0]])
+        return found
+
+    expected = drawn(logits)
+    for value in (math.nan, math.inf, -math.inf):
+        spoilt = logits.clone()
+        spoilt[::2] = value
+        for found, sound in zip(drawn(spoilt), expected, strict=True):
+            assert found[::2] == [NO_TOKEN] * len(found[::2])
+            assert found[1::2] == sound[1::2]
+
+
+@pytest.mark.gpu
 def test_a_gpu_draws_the_tokens_of_a_cpu():
     requests = list(REQUESTS.values())
     logits, everyone = some_logits(len(requests)), list(range(len(requests)))
@@ -735,16 +769,50 @@ def test_the_kernel_draws_the_windows_of_torch(penalised):
 
 
 @INTERPRETED
-def test_the_kernel_gives_some_token_for_broken_logits_and_leaves_other_rows_alone():
-    requests = [REQUESTS[name] for name in ("all of them", "sampled", "top-p", "top-k")]
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_kernel_tells_broken_logits_and_leaves_other_rows_alone(value):
+    requests = [REQUESTS[name] for name in ("all of them", "sampled", "top-p", "top-k", "greedy", "penalised")]
     torch_sampler, kernel = both(requests)
-    logits = some_logits(4)
+    logits, places = some_logits(6), torch.arange(6)
     broken = logits.clone()
-    broken[0], broken[2] = math.nan, -math.inf
-    expected = torch_sampler.sample(logits, torch_sampler.rows(range(4)), torch.arange(4)).tokens
-    drawn = kernel.sample(broken, kernel.rows(range(4)), torch.arange(4)).tokens
-    assert torch.equal(drawn[1::2], expected[1::2])
-    assert bool(((drawn >= 0) & (drawn < VOCAB)).all())
+    broken[::2] = value
+    expected = torch_sampler.sample(logits, torch_sampler.rows(range(6)), places)
+    drawn = kernel.sample(broken, kernel.rows(range(6)), places)
+    assert torch.equal(drawn.tokens[1::2], expected.tokens[1::2])
+    assert torch.equal(drawn.scores[1::2], expected.scores[1::2])
+    assert bool(((drawn.tokens >= 0) & (drawn.tokens < VOCAB)).all()), "the next step takes them as its input"
+    assert drawn.start_copy().wait()[0][::2] == [NO_TOKEN] * 3
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=INTERPRETED)])
+def test_one_nan_among_the_logits_is_told_wherever_it_stands(fused, monkeypatch):
+    if fused:
+        from replayssm.backends.triton import draw
+
+        monkeypatch.setattr(draw, "BLOCK", 32)
+    names = ("greedy", "sampled", "top-k and top-p", "greedy, penalised", "biased")
+    made = both([REQUESTS[name] for name in names])[fused]
+    for place in (0, 40, VOCAB - 1):
+        logits = some_logits(5)
+        logits[:, place] = math.nan
+        found = made.sample(logits, made.rows(range(5)), torch.arange(5)).start_copy().wait()[0]
+        assert found == [NO_TOKEN] * 5
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=INTERPRETED)])
+@pytest.mark.parametrize("names", [("greedy", "greedy"), ("top-k", "greedy")])
+def test_a_window_gives_the_tokens_before_its_logits_break(names, fused):
+    made = both([REQUESTS[name] for name in names])[fused]
+    rows, places = made.rows(range(2)), torch.arange(2)
+    num_tokens = torch.tensor([3, 2], dtype=torch.int32)
+    logits = some_logits(6).view(2, 3, VOCAB)
+    logits[0, 2] = logits[1, 2] = math.nan  # the second of these isn't in its row's window
+    drafts = torch.full((2, 3), 4)
+    for _ in range(2):
+        drawn = made.verify_window(logits, rows, places, drafts, num_tokens)
+        drafts = torch.cat([drafts[:, :1], drawn.tokens[:, :2]], 1)
+    tokens, _ = made.verify_window(logits, rows, places, drafts, num_tokens).start_copy().wait()
+    assert tokens == [[*drafts[0, 1:].tolist(), NO_TOKEN], drafts[1, 1:].tolist()]
 
 
 @pytest.mark.gpu

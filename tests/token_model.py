@@ -6,6 +6,7 @@ for. A wrong slot, page, length or cursor, or a snapshot that holds a token more
 
 from __future__ import annotations
 
+import math
 import random
 from functools import cache
 from types import SimpleNamespace
@@ -47,7 +48,13 @@ def greedy(tokens: list[int], count: int) -> list[int]:
 
 
 class TokenPool(ReplayPool):
-    """A pool that knows which tokens its states stand for."""
+    """A pool that knows which tokens its states stand for.
+
+    Attributes:
+        poison: a token from which on states and logits are NaN; None for a sound model.
+    """
+
+    poison: int | None = None
 
     def __init__(self, num_slots: int, **settings: object) -> None:
         super().__init__([SPEC], num_slots, **settings)
@@ -80,7 +87,8 @@ class TokenPool(ReplayPool):
     def read_state(self, layer: int, slots: list[int]) -> torch.Tensor:
         """A number that stands for the tokens."""
         _WRITTEN.append(self.tokens(slots[0]))
-        return torch.full((1, *SPEC.checkpoint_shape), float(len(_WRITTEN) - 1))
+        number = math.nan if self.poison in _WRITTEN[-1] else float(len(_WRITTEN) - 1)
+        return torch.full((1, *SPEC.checkpoint_shape), number)
 
     def write_state(self, layer: int, slots: list[int], state: torch.Tensor) -> None:
         self.checkpoints[slots[0]] = _WRITTEN[int(state)]
@@ -137,7 +145,7 @@ class TokenRunner:
             self.pool.write_tokens(chunk.slot, tokens)
             if chunk.keep is not None:
                 self.pool.write_tokens(chunk.keep, tokens)
-            logits.append(logits_of(tokens, self._read(chunk.pages, len(tokens))))
+            logits.append(self._logits(tokens, chunk.pages))
         self.prefilled += chunks
         return Forward(torch.stack(logits), torch.zeros(sum(len(chunk.tokens) for chunk in chunks), 1))
 
@@ -153,7 +161,7 @@ class TokenRunner:
                 self.pool.checkpoints[slot] = (*before, token)
             else:
                 self.pool.rings[slot][cursor] = token
-            logits.append(logits_of((*before, token), self._read(pages, length + 1)))
+            logits.append(self._logits((*before, token), pages))
         self.pool.advance(slots)
         self.batches.append(len(logits))
         return Forward(torch.stack(logits), torch.zeros(len(logits), 1))
@@ -178,7 +186,7 @@ class TokenRunner:
             self.pool.rings[slot][cursor : cursor + count] = window
             for place in range(count):
                 held = (*before, *window[: place + 1])
-                logits[row, place] = logits_of(held, self._read(pages, len(held)))
+                logits[row, place] = self._logits(held, pages)
         return Forward(logits, torch.zeros(*tokens.shape, 1))
 
     def commit(self, slots, num_tokens, num_accepted):
@@ -203,6 +211,10 @@ class TokenRunner:
     @staticmethod
     def _rows(slots, page_table, lengths, tokens):
         return zip(slots.tolist(), page_table.tolist(), lengths.tolist(), tokens.tolist(), strict=True)
+
+    def _logits(self, tokens, pages):
+        logits = logits_of(tokens, self._read(pages, len(tokens)))
+        return torch.full_like(logits, math.nan) if self.pool.poison in tokens else logits
 
     def _write(self, pages, start, tokens):
         for place, token in enumerate(tokens, start):

@@ -24,6 +24,23 @@ def read_config(path: Path) -> dict[str, Any]:
     return values
 
 
+def make_config(path: Path) -> Any:
+    """transformers' configuration of a JSON file as transformers writes it.
+
+    Raises:
+        InputError: it isn't one of an architecture that replay serves.
+    """
+    model_type = read_config(path)["model_type"]
+    with quiet_libraries():
+        from transformers import CONFIG_MAPPING
+
+        try:
+            # Of the file, not of its values: in what transformers writes, an infinity is no number of JSON's.
+            return CONFIG_MAPPING[model_type].from_json_file(path)
+        except Exception as error:
+            raise _no_model(path, error) from error
+
+
 def random_model(path: Path, dtype: str, device: str) -> LoadedModel:
     """A model of a config's shape, made on the device.
 
@@ -35,21 +52,24 @@ def random_model(path: Path, dtype: str, device: str) -> LoadedModel:
     Raises:
         InputError: transformers can't make a model of it.
     """
-    values = read_config(path)
+    config = make_config(path)
     with quiet_libraries():
         import torch
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         torch.manual_seed(SEED)
         try:
-            # Of the file, not of its values: in what transformers writes, an infinity is no number of JSON's.
-            config = CONFIG_MAPPING[values["model_type"]].from_json_file(path)
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-        except Exception as error:  # whatever a config makes transformers raise, the config is the cause
-            raise InputError(f"{path} gives no model: {type(error).__name__}: {one_line(error)}") from error
+        except Exception as error:
+            raise _no_model(path, error) from error
         vocab_size: int = model.get_output_embeddings().weight.shape[0]
         return LoadedModel(path.stem, model.eval(), _words(vocab_size), (), device, dtype)
+
+
+def _no_model(path: Path, error: Exception) -> InputError:
+    """Whatever a config makes transformers raise, the config is the cause."""
+    return InputError(f"{path} gives no model: {type(error).__name__}: {one_line(error)}")
 
 
 def _words(vocab_size: int) -> Any:

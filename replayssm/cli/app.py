@@ -128,12 +128,14 @@ def generate(
         check_backend(backend, device)
     check_drafter(name, speculate)
 
+    from replayssm.cli.generate import check_request
     from replayssm.cli.generate import generate as run_generate
     from replayssm.loading import load_model, use_fitting_threads
 
     out = sys.stdout
     with _status(f"loading {name}"):
-        loaded = load_model(name, load_options)
+        tokenizer = check_request(name, text, options, load_options)
+        loaded = load_model(name, load_options, tokenizer)
     use_fitting_threads(loaded)
     if stream and out is not None:
         result = run_generate(loaded, text, options, on_text=_writer(out))

@@ -93,11 +93,13 @@ def e2e(
     limit = _number("seconds", seconds, MAX_SECONDS) if seconds else None
     prompts = _number("prompt-tokens", prompt_tokens, MAX_TOKENS) if prompt_tokens else None
     check_output(output)
-    loaded = _load(model if model is not None else NAMES[0], LoadOptions(dtype=dtype, device=device))
+    name, load_options = model if model is not None else NAMES[0], LoadOptions(dtype=dtype, device=device)
+    most = _context_of(name)
 
     from replayssm.bench.e2e import Options
+    from replayssm.loading import settled
 
-    on_gpu = loaded.device != "cpu"
+    on_gpu = settled(load_options)[0] != "cpu"
     options = Options(
         loads=loads,
         contenders=contenders,
@@ -111,48 +113,57 @@ def e2e(
         prompt_tokens=prompts or (1000 if on_gpu else 128),
         **given,
     )
-    _check_context(loaded, options)
+    _check_context(name, most, options)
+    loaded = _load(name, load_options)
     _report(_run(loaded, options, output), as_json)
+
+
+def _is_config(model: str) -> bool:
+    return Path(model).suffix == ".json" and Path(model).is_file()
+
+
+def _context_of(model: str) -> int | None:
+    """The tokens that a model was made for, prompt and answer together; None: no limit. Checks the model."""
+    if _is_config(model):
+        from replayssm.bench.random_model import make_config, read_config
+
+        read_config(Path(model))  # before anything heavy is imported, as check_model does
+        config = make_config(Path(model))
+    else:
+        folder = check_model(model)
+
+        from replayssm.loading import load_config, quiet_libraries
+
+        with quiet_libraries():
+            config = load_config(folder)
+
+    from replayssm.loading import context_of
+
+    return context_of(config)
 
 
 def _load(model: str, options: LoadOptions) -> LoadedModel:
     """The model with its weights, or with random ones."""
-    path = Path(model)
-    is_config = path.suffix == ".json" and path.is_file()
-    if is_config:
-        from replayssm.bench.random_model import read_config
-
-        read_config(path)
-    else:
-        check_model(model)
     with said().status(f"loading {model} ..."):
         from replayssm.bench.random_model import random_model
-        from replayssm.loading import load_model, use_fitting_threads
+        from replayssm.loading import load_model, settled, use_fitting_threads
 
-        if not is_config:
-            loaded = load_model(model, options)
+        if _is_config(model):
+            device, dtype = settled(options)
+            loaded = random_model(Path(model), "bfloat16" if dtype == "auto" else dtype, device)
         else:
-            import torch
-
-            if options.device == "cuda" and not torch.cuda.is_available():
-                raise InputError("device is 'cuda', but torch sees no GPU here: `replayssm doctor` says why")
-            on_gpu = options.device != "cpu" and torch.cuda.is_available()
-            dtype = options.dtype if options.dtype != "auto" else "bfloat16" if on_gpu else "float32"
-            loaded = random_model(path, dtype, "cuda" if on_gpu else "cpu")
+            loaded = load_model(model, options)
     use_fitting_threads(loaded)
     return loaded
 
 
-def _check_context(loaded: LoadedModel, options: Options) -> None:
+def _check_context(model: str, most: int | None, options: Options) -> None:
     """Refuse what the model wasn't made for."""
-    most = loaded.max_context
     if most is not None and options.most_tokens > most:
         given = f"prompt-tokens is {options.prompt_tokens}"
         if options.contexts:
             given += f" and context {max(options.contexts)}"
-        raise InputError(
-            f"{given}: with new tokens that makes {options.most_tokens}, and {loaded.name} was made for {most}"
-        )
+        raise InputError(f"{given}: with new tokens that makes {options.most_tokens}, and {model} was made for {most}")
 
 
 def _run(loaded: LoadedModel, options: Options, output: Path | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from replayssm.cli.values import INTEGER, MODEL, NUMBER
 from replayssm.engine.options import SPECULATE, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.errors import InputError, one_line
-from replayssm.loading.folder import check_model
+from replayssm.loading.folder import check_model, find_model
 from replayssm.options import DEVICES, DTYPES, LoadOptions, check_prompt
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ def chat(
     if sys.stdin is None:
         raise InputError("messages are to be read from standard input, which is closed")
     name = model if model is not None else bundled.names()[0]
+    begun = [{"role": "system", "content": system}] if system else []
+    if system:
+        check_prompt(system, "system")
     check_model(name)
 
     check_backend(backend, device)
@@ -67,13 +70,28 @@ def chat(
     from replayssm.loading import load_model, use_fitting_threads
 
     with Console(stderr=True).status(f"loading {name} ..."):
-        loaded = load_model(name, load_options)
-        if not loaded.tokenizer.chat_template:
-            raise InputError(f"model {name!r} has no chat template: `replayssm generate` continues text")
+        tokenizer = _check_chat(name, begun)
+        loaded = load_model(name, load_options, tokenizer)
         use_fitting_threads(loaded)
         engine = Engine(loaded, options)
     with engine:
-        _converse(engine, params, [{"role": "system", "content": system}] if system else [])
+        _converse(engine, params, begun)
+
+
+def _check_chat(model: str, begun: list[Message]) -> Any:
+    """Refuse a model, or what its chats begin with, where no message could be answered. Gives its tokenizer."""
+    from replayssm.loading import context_of, load_config, load_tokenizer, quiet_libraries
+
+    folder = find_model(model)
+    with quiet_libraries():
+        most, tokenizer = context_of(load_config(folder)), load_tokenizer(folder)
+    if not tokenizer.chat_template:
+        raise InputError(f"model {model!r} has no chat template: `replayssm generate` continues text")
+    if begun:
+        count = len(_tokens(tokenizer, [*begun, {"role": "user", "content": "?"}]))
+        if most is not None and count >= most:
+            raise InputError(f"system and one character beside it have {count} tokens: {model} was made for {most}")
+    return tokenizer
 
 
 def _converse(engine: Engine, params: SamplingParams, begun: list[Message]) -> None:
@@ -95,7 +113,7 @@ def _converse(engine: Engine, params: SamplingParams, begun: list[Message]) -> N
         try:
             check_prompt(text, "the message")
             answer = _answer(engine, params, asked, told)
-        except InputError as error:  # most likely, the chat has outgrown the context
+        except InputError as error:  # most likely, the chat has outgrown the context; or the model gave no token
             again = ": /new begins a new chat" if messages != begun else ""
             told.print(f"{one_line(error)}{again}", style="red", markup=False, soft_wrap=True)
             continue
@@ -133,7 +151,7 @@ def _answer(engine: Engine, params: SamplingParams, messages: list[Message], tol
                 sys.stdout.write(update.text)
                 sys.stdout.flush()
                 if update.finish_reason == "error":
-                    raise RuntimeError(update.message)
+                    raise InputError(update.message)
     seconds = time.perf_counter() - start
     typer.echo("")
     told.print(

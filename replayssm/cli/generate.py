@@ -15,9 +15,11 @@ from replayssm.cli.upstream import Clock, generate_stepwise
 from replayssm.engine import Engine, EngineOptions, EngineStats, SamplingParams, Update
 from replayssm.engine.setup import needed_bytes
 from replayssm.errors import InputError, one_line
-from replayssm.loading import LoadedModel, quiet_libraries
+from replayssm.loading import LoadedModel, context_of, load_config, load_tokenizer, quiet_libraries, settled
+from replayssm.loading.folder import find_model
 from replayssm.models.support import find_adapters
-from replayssm.options import GenerateOptions, check_prompt
+from replayssm.options import GenerateOptions, LoadOptions, check_prompt
+from replayssm.speculate import check_vocabularies
 from replayssm.state import LayerSpec
 
 OnText = Callable[[str], None]
@@ -95,17 +97,12 @@ def generate(
     """
     options = options or GenerateOptions()
     check_prompt(prompt)
-    ring_dtypes = ("auto", *dict.fromkeys(("float32", loaded.dtype)))
-    if options.ring_dtype not in ring_dtypes:
-        wanted = ", ".join(ring_dtypes)
-        raise InputError(
-            f"ring-dtype is {options.ring_dtype!r}: beside a {loaded.dtype} model it must be one of {wanted}"
-        )
+    _check_ring_dtype(options.ring_dtype, loaded.dtype)
     layers = _recurrent_layers(loaded.model)
     params = _sampling(options)
     with quiet_libraries():
-        tokens = _encode(loaded, prompt, chat=options.chat)
-        _check_length(loaded, len(tokens), options.max_new_tokens)
+        tokens = _encode(loaded.tokenizer, loaded.name, prompt, chat=options.chat)
+        _check_length(loaded.name, loaded.max_context, len(tokens), options.max_new_tokens)
         if not options.replay:
             done = _stepwise(loaded, tokens, params, layers, on_text)
         elif options.speculate == "draft" or (options.speculate is not None and options.tree > 1):
@@ -132,6 +129,33 @@ def generate(
     )
 
 
+def check_request(model: str, prompt: str, options: GenerateOptions, load: LoadOptions) -> Any:
+    """Refuse, before a model's weights are loaded, what :func:`generate` would refuse behind them.
+
+    Args:
+        model: a model that was checked.
+        prompt, options: as for :func:`generate`.
+        load: how the model is going to be loaded.
+
+    Returns:
+        The model's tokenizer.
+
+    Raises:
+        InputError: one line that says what was given and what is wanted.
+    """
+    folder = find_model(model)
+    with quiet_libraries():
+        _, dtype = settled(load)
+        if dtype != "auto":
+            _check_ring_dtype(options.ring_dtype, dtype)
+        config, tokenizer = load_config(folder), load_tokenizer(folder)
+        tokens = _encode(tokenizer, model, prompt, chat=options.chat)
+        _check_length(model, context_of(config), len(tokens), options.max_new_tokens)
+        if options.draft_model is not None:
+            _check_vocabulary(tokenizer, load_tokenizer(find_model(options.draft_model)))
+    return tokenizer
+
+
 def _with_engine(
     loaded: LoadedModel, tokens: list[int], options: GenerateOptions, params: SamplingParams, on_text: OnText | None
 ) -> Generated:
@@ -145,9 +169,12 @@ def _with_engine(
         (output,) = engine.generate([tokens], params, on_update=on_update)
         stats = engine.stats()
         backend = engine.runner.pool.backend
+    (completion,) = output.completions
+    if completion.finish_reason == "error":
+        raise InputError(completion.message or "the engine failed")
     settings = {"ring_len": options.ring_len, "backend": backend, "state_dtype": options.state_dtype}
     return Generated(
-        output.completions[0].token_ids,
+        completion.token_ids,
         output.ttft_seconds,
         output.seconds,
         settings | _steps_and_windows(stats.counters),
@@ -250,17 +277,32 @@ def _sampling(options: GenerateOptions) -> SamplingParams:
     )
 
 
-def _encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> list[int]:
-    """Token ids of the prompt."""
-    tokenizer = loaded.tokenizer
+def _check_ring_dtype(ring_dtype: str, dtype: str) -> None:
+    """Refuse update vectors of a dtype that a model of this dtype has no use for."""
+    ring_dtypes = ("auto", *dict.fromkeys(("float32", dtype)))
+    if ring_dtype not in ring_dtypes:
+        wanted = ", ".join(ring_dtypes)
+        raise InputError(f"ring-dtype is {ring_dtype!r}: beside a {dtype} model it must be one of {wanted}")
+
+
+def _check_vocabulary(tokenizer: Any, draft: Any) -> None:
+    """Refuse a draft model with other tokens."""
+    try:
+        check_vocabularies(tokenizer, draft)
+    except ValueError as error:
+        raise InputError(one_line(error, limit=400)) from error
+
+
+def _encode(tokenizer: Any, name: str, prompt: str, *, chat: bool) -> list[int]:
+    """Token ids of the prompt for the model of this name."""
     if chat:
         if not tokenizer.chat_template:
-            raise InputError(f"model {loaded.name!r} has no chat template: generate without --chat")
+            raise InputError(f"model {name!r} has no chat template: generate without --chat")
         messages = [{"role": "user", "content": prompt}]
         try:
             encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is code of the model folder, and may raise anything
-            raise InputError(f"the chat template of model {loaded.name!r} fails: {one_line(error)}") from error
+            raise InputError(f"the chat template of model {name!r} fails: {one_line(error)}") from error
     else:
         encoded = tokenizer(prompt)
     tokens: list[int] = list(encoded["input_ids"])
@@ -269,12 +311,11 @@ def _encode(loaded: LoadedModel, prompt: str, *, chat: bool) -> list[int]:
     return tokens
 
 
-def _check_length(loaded: LoadedModel, prompt: int, new: int) -> None:
+def _check_length(name: str, most: int | None, prompt: int, new: int) -> None:
     """Refuse more tokens than the model was made for: it would write nonsense, or read past its tables."""
-    most = loaded.max_context
     if most is not None and prompt + new > most:
         raise InputError(
-            f"the prompt has {prompt} tokens and max-new-tokens is {new}: {loaded.name} was made for {most} together"
+            f"the prompt has {prompt} tokens and max-new-tokens is {new}: {name} was made for {most} together"
         )
 
 

@@ -25,6 +25,7 @@ class Collector:
             completion.logprobs += update.logprobs
         completion.finish_reason = update.finish_reason
         completion.stop_reason = update.stop_reason
+        completion.message = update.message
 
     @property
     def finished(self) -> bool:

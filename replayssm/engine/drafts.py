@@ -62,6 +62,9 @@ class Drafts(ABC):
         A drafter that wants hidden states forgets it; others have the tokens, and need do nothing.
         """
 
+    def wipe(self, pages: Sequence[int]) -> None:  # noqa: B027
+        """Of these pages nothing may be read until it is written again: NaN there would spoil what is masked, too."""
+
     @abstractmethod
     def join(self, row: int, tokens: Sequence[int]) -> None:
         """A sequence got a row.

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from replayssm.engine.logprobs import Logprobs, token_logprobs
@@ -15,18 +17,26 @@ from replayssm.engine.outputs import TokenLogprobs
 from replayssm.engine.rows import Rows
 from replayssm.engine.transfer import HostCopy
 
+NO_TOKEN = -1  # what the host reads where logits were broken
+
 
 @dataclass(frozen=True)
 class Sampled:
-    """One token for each row: int64 ``[B]`` on the device."""
+    """One token for each row, on the device.
+
+    Attributes:
+        tokens: int64 ``[B]``.
+        scores: floats ``[B]``, what each was taken for: finite, unless the logits were broken.
+    """
 
     tokens: Tensor
+    scores: Tensor
     logprobs: Logprobs | None
     rows: Rows
 
     def start_copy(self) -> SampledCopy:
         """Begin to copy it to the host."""
-        return SampledCopy(HostCopy([self.tokens, *(self.logprobs or ())]), self.rows)
+        return SampledCopy(HostCopy([self.tokens, self.scores, *(self.logprobs or ())]), self.rows)
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,9 @@ class SampledCopy:
     rows: Rows
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Each row's token, and its log-probabilities where they were asked for."""
-        tokens, *logprobs = self.copy.wait()
-        ids = tokens.tolist()
+        """Each row's token, or NO_TOKEN, and its log-probabilities where they were asked for."""
+        tokens, scores, *logprobs = self.copy.wait()
+        ids = _told(tokens, scores)
         found = _by_row(ids, Logprobs(*logprobs) if logprobs else None, self.rows)
         return ids, found
 
@@ -50,12 +60,14 @@ class Verified:
 
     Attributes:
         tokens: int64 ``[B, T]``; the first ``num_accepted`` of a row are its new tokens.
+        scores: floats ``[B, T]``, as those of :class:`Sampled`.
         num_accepted: int32 ``[B]``: as many tokens of the window are kept, its first one counted.
         last: int64 ``[B]``, the last new token; anything for a row without tokens in its window.
         logprobs: one for each place of the window.
     """
 
     tokens: Tensor
+    scores: Tensor
     num_accepted: Tensor
     last: Tensor
     logprobs: tuple[Logprobs, ...]
@@ -64,7 +76,7 @@ class Verified:
     def start_copy(self) -> VerifiedCopy:
         """Begin to copy it to the host."""
         logprobs = [part for place in self.logprobs for part in place]
-        return VerifiedCopy(HostCopy([self.tokens, self.num_accepted, *logprobs]), self.rows)
+        return VerifiedCopy(HostCopy([self.tokens, self.scores, self.num_accepted, *logprobs]), self.rows)
 
 
 @dataclass(frozen=True)
@@ -75,15 +87,27 @@ class VerifiedCopy:
     rows: Rows
 
     def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
-        """Each row's new tokens, and their log-probabilities where they were asked for."""
-        tokens, num_accepted, *logprobs = self.copy.wait()
-        ids, counts = tokens.tolist(), num_accepted.tolist()
+        """Each row's new tokens, up to the first NO_TOKEN, and their log-probabilities where they were asked for."""
+        tokens, scores, num_accepted, *logprobs = self.copy.wait()
+        ids, counts = _told(tokens, scores), num_accepted.tolist()
+        counts = [_until_broken(row, count) for row, count in zip(ids, counts, strict=True)]
         found: list[list[TokenLogprobs]] = [[] for _ in ids]
         for place, parts in enumerate(zip(*[iter(logprobs)] * 3, strict=True)):
             for row, one in enumerate(_by_row([row[place] for row in ids], Logprobs(*parts), self.rows)):
                 if one is not None and place < counts[row]:
                     found[row].append(one)
         return [row[:count] for row, count in zip(ids, counts, strict=True)], found
+
+
+def _told(tokens: Tensor, scores: Tensor) -> list[Any]:
+    """Token ids, with NO_TOKEN where the score is NaN or infinite."""
+    ids: list[Any] = torch.where(scores.isfinite(), tokens, NO_TOKEN).tolist()
+    return ids
+
+
+def _until_broken(ids: list[int], count: int) -> int:
+    """How many of the first `count` are told: none behind a NO_TOKEN."""
+    return ids.index(NO_TOKEN) + 1 if NO_TOKEN in ids[:count] else count
 
 
 def _by_row(tokens: Sequence[int], logprobs: Logprobs | None, rows: Rows) -> list[TokenLogprobs | None]:

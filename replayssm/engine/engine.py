@@ -25,7 +25,7 @@ from replayssm.engine.params import SamplingParams
 from replayssm.engine.reader import Reader
 from replayssm.engine.request import Request, Sequence
 from replayssm.engine.scheduler import STEPS_PER_PRIORITY, Plan
-from replayssm.engine.session import fingerprint
+from replayssm.engine.session import fingerprint, is_finite
 from replayssm.engine.setup import build
 from replayssm.engine.stats import EngineStats, Tally
 from replayssm.errors import InputError, one_line
@@ -88,7 +88,7 @@ class Engine:
         self._pending: list[Update] = []  # that the next step gives, or this one at its end
         self._launched: list[Drawn] = []  # by the last step, not read yet
         self._tally = Tally()
-        self.reader = Reader(self._tally, self.pace, self._leave, self._close)
+        self.reader = Reader(self._tally, self.pace, self._leave, self._discard, self._close)
         logger.info("%s on %s, %s", self.loaded.name, self.loaded.device, self.plan)
 
     # Requests
@@ -329,6 +329,14 @@ class Engine:
         self.scheduler.finish(sequence)
         if sequence.request.finished:
             sequence.request.ended = time.monotonic()
+
+    def _discard(self, sequence: Sequence) -> None:
+        """A sequence's logits were broken: nothing that it has left may serve another."""
+        pages = sequence.pages
+        self._leave(sequence)
+        if self.cache is not None:
+            self.cache.drop(sequence.tokens, lambda slot, its: not is_finite(self.runner, slot, its))
+        self.launcher.wipe([page for page in pages if self.pages.is_free(page)])
 
     def _close(self, request: Request) -> None:
         """The last update of one of a request's samples is made."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from replayssm.engine.constraints import Constraints
 from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.drafts import Drafts, Proposal
-from replayssm.engine.drawn import Sampled, SampledCopy, VerifiedCopy
+from replayssm.engine.drawn import NO_TOKEN, Sampled, SampledCopy, VerifiedCopy
 from replayssm.engine.forward import Chunk
 from replayssm.engine.outputs import TokenLogprobs
 from replayssm.engine.request import Sequence
@@ -26,12 +26,21 @@ from replayssm.engine.transfer import to_device
 
 
 class Read(NamedTuple):
-    """What the host read of one sequence: its new tokens, and of a window, how many drafts it had."""
+    """What the host read of one sequence.
+
+    Attributes:
+        sequence: which.
+        tokens: its new ones.
+        logprobs: one for each, and perhaps more behind them; or none.
+        num_drafts: of a window, how many drafts it had.
+        broken: whether the logits behind these tokens gave none.
+    """
 
     sequence: Sequence
     tokens: list[int]
     logprobs: Sequence_[TokenLogprobs]
     num_drafts: int | None
+    broken: bool
 
 
 @dataclass
@@ -62,12 +71,14 @@ class Drawn:
             logprobs: Sequence_[Sequence_[TokenLogprobs]] = [(score,) if score else () for score in scores]
         else:
             tokens, logprobs = self.copy.wait()
+        broken = [ids[-1:] == [NO_TOKEN] for ids in tokens]
+        tokens = [ids[:-1] if is_broken else ids for ids, is_broken in zip(tokens, broken, strict=True)]
         if self.learn is not None:
             # Running ahead, a row may be another sequence's by now.
             there = [sequence.row == row for sequence, row in zip(self.sequences, self.learn.rows, strict=True)]
             self.learn([ids if is_there else [] for ids, is_there in zip(tokens, there, strict=True)])
         drafts: Sequence_[int | None] = self.num_drafts or [None] * len(tokens)
-        return [Read(*one) for one in zip(self.sequences, tokens, logprobs, drafts, strict=True)]
+        return [Read(*one) for one in zip(self.sequences, tokens, logprobs, drafts, broken, strict=True)]
 
 
 class Learn(NamedTuple):
@@ -142,6 +153,11 @@ class Launcher:
         if self.drafts is not None:
             self.drafts.leave(row)
         self._rows_of = []
+
+    def wipe(self, pages: Sequence_[int]) -> None:
+        """Free pages hold what is no number."""
+        if self.drafts is not None and pages:
+            self.drafts.wipe(pages)
 
     def prefill(self, pieces: Sequence_[Piece], *, ahead: bool = False) -> list[Drawn]:
         """Compute pieces of prompts, and draw a token for each sequence whose last token is among them.

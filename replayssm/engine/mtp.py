@@ -91,6 +91,12 @@ class MtpDrafts(Drafts):
         self._waiting.update(dict.fromkeys(rows, 0))
         self._missed.update(rows)
 
+    def wipe(self, pages: Sequence[int]) -> None:
+        """See :meth:`Drafts.wipe`."""
+        index = to_device(list(pages), torch.int64, self.device)
+        for kept in (*self._pages.keys.values(), *self._pages.values.values()):
+            kept.index_fill_(0, index, 0)
+
     @torch.no_grad()
     def prefilled(self, rows: Sequence[int], chunks: Sequence[Chunk], hidden: Tensor) -> None:
         """See :meth:`Drafts.prefilled`."""

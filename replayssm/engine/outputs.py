@@ -35,7 +35,8 @@ class Update:
         token_ids: the new tokens.
         logprobs: one for each new token, or none.
         finish_reason: None while it goes on; "stop" at an end of sequence, a stop token or a stop string; "length" at
-            `max_tokens`; "abort" when it was cancelled; "error" when the engine failed, with `message`.
+            `max_tokens`; "abort" when it was cancelled; "error" when the engine failed or the model gave no token, with
+            `message`.
         stop_reason: the stop string or stop token id that ended it; None otherwise.
         message: what went wrong, in one line.
         cached_tokens: in a sample's first update, how many of the prompt's tokens came from the prefix cache.
@@ -62,6 +63,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    message: str | None = None
 
 
 @dataclass

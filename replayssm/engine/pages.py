@@ -72,6 +72,10 @@ class PagePool:
             self._cached[page] = False
         self.release(pages)
 
+    def is_free(self, page: int) -> bool:
+        """Whether nobody holds it."""
+        return not self._holders[page]
+
     def is_idle(self, page: int) -> bool:
         """Whether the prefix cache alone holds it."""
         return self._cached[page] and self._holders[page] == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -122,6 +123,24 @@ class PrefixCache:
             self._evict(node)
         return True
 
+    def drop(self, tokens: Sequence[int], is_broken: Callable[[int, list[int]], bool]) -> None:
+        """Forget a sequence's first snapshot that is broken, and all that begins with it.
+
+        Args:
+            tokens: of the sequence.
+            is_broken: says it of a snapshot and all pages up to it. What is longer than a broken one is broken, too.
+        """
+        path, _ = self._walk(tokens, len(tokens))
+        ends = [i for i, node in enumerate(path) if node.snapshot is not None]
+
+        def broken(end: int) -> bool:
+            return is_broken(self._snapshot_of(path[end]), [page for node in path[: end + 1] for page in node.pages])
+
+        first = bisect_left(ends, True, key=broken)
+        if first < len(ends):
+            for node in self._beginning_with(path[ends[first]]):
+                self._evict(node)
+
     def clear(self) -> None:
         """Forget everything."""
         while self.recent:
@@ -185,6 +204,13 @@ class PrefixCache:
         leaves = [node for node in self.recent if not node.children]
         yield from (node for node in leaves if self.pages.is_idle(node.pages[-1]))
         yield from leaves
+
+    def _beginning_with(self, node: Node) -> list[Node]:
+        """Nodes with a snapshot from this one on, each behind those that begin with it."""
+        found = [node]
+        for one in found:  # which grows
+            found += one.children.values()
+        return [one for one in reversed(found) if one.snapshot is not None]
 
     def _snapshot_of(self, node: Node) -> int:
         assert node.snapshot is not None

@@ -15,6 +15,11 @@ from replayssm.engine.request import Phase, Request, Sequence
 from replayssm.engine.stats import Tally
 from replayssm.engine.text import Piece
 
+BROKEN = (
+    "the model gave no token: its logits are NaN or infinite, as those of a broken checkpoint are, or of numbers too "
+    "large for the model's dtype"
+)
+
 
 class _Taken(NamedTuple):
     """What a sequence has taken of what was read, for its update.
@@ -24,7 +29,7 @@ class _Taken(NamedTuple):
         tokens: its own, up to its end.
         logprobs: one for each token that was read, or none.
         piece: their text, where that had to be made to know the end; else it is still to be made.
-        problem: why a constraint can't go on.
+        problem: why it can't go on.
         first: whether these are the sample's first tokens.
     """
 
@@ -46,13 +51,19 @@ class Reader:
         tally: counts.
         pace: hears what became of drafts; None where nobody wants to know.
         leave: ends a sequence whose last tokens were taken.
+        discard: ends one whose logits were broken, of which nothing may be used any more.
         close: the last update of one of a request's samples is made.
     """
 
     def __init__(
-        self, tally: Tally, pace: Pace | None, leave: Callable[[Sequence], None], close: Callable[[Request], None]
+        self,
+        tally: Tally,
+        pace: Pace | None,
+        leave: Callable[[Sequence], None],
+        discard: Callable[[Sequence], None],
+        close: Callable[[Request], None],
     ) -> None:
-        self.tally, self.pace, self.leave, self.close = tally, pace, leave, close
+        self.tally, self.pace, self.leave, self.discard, self.close = tally, pace, leave, discard, close
         self._untold: deque[_Taken] = deque()
 
     @property
@@ -89,7 +100,7 @@ class Reader:
         drafted = [read.num_drafts for read in reads if read.num_drafts is not None]
         if not drafted:
             return
-        accepted = [len(read.tokens) - 1 for read in reads]
+        accepted = [len(read.tokens) + read.broken - 1 for read in reads]
         self.tally.windows += sum(count > 0 for count in drafted)
         self.tally.drafted += sum(drafted)
         self.tally.accepted += sum(accepted)
@@ -114,15 +125,16 @@ class Reader:
         del tokens[count:]
         sequence.tokens += tokens
         self.tally.generated_tokens += count
-        if request.first_token is None:
+        if request.first_token is None and tokens:
             request.first_token = time.monotonic()
-        problem = None
+        problem = BROKEN if read.broken and not ends else None
         if sequence.constraint is not None:
             sequence.constraint.advance(tokens)
-            problem = sequence.constraint.error
+            problem = problem or sequence.constraint.error
         self._untold.append(_Taken(sequence, tokens, read.logprobs, piece, problem, first=before == 0))
         if ends or problem is not None:
-            self.leave(sequence)
+            end = self.discard if read.broken else self.leave
+            end(sequence)
             self.tally.finished += request.finished
 
     def _update(self, taken: _Taken) -> Update:

@@ -5,6 +5,9 @@ Triton one kernel draws for all rows; elsewhere the rows of a batch are put into
 memory is taken only for what is asked, and a part is cut where its logits get too many. Nothing here waits for the
 device.
 
+Tokens on the device are always some of the vocabulary's. Beside each goes its score, which is finite unless the logits
+were broken: that tells the host, and costs no launch.
+
 B rows of a batch, V vocabulary size, T tokens of a verify window, n rows of a part.
 """
 
@@ -156,8 +159,8 @@ class Sampler:
             masks: int32 ``[C, ⌈V/32⌉]``, a bit for each token that may come, for the constrained rows in their order.
         """
         self._check(logits[:, None], rows, None if masks is None else masks[:, None])
-        tokens = self._draw(logits, rows, positions, masks, count=True)
-        return Sampled(tokens, self._logprobs(logits, tokens, rows), rows)
+        tokens, scores = self._draw(logits, rows, positions, masks, count=True)
+        return Sampled(tokens, scores, self._logprobs(logits, tokens, rows), rows)
 
     @torch.no_grad()
     def verify_window(
@@ -184,7 +187,7 @@ class Sampler:
         self._check(logits, rows, masks)
         width = tokens.shape[1]
         inside = torch.arange(width, device=num_tokens.device) < num_tokens[:, None]
-        drawn = self._draw_window(logits, rows, positions, tokens, inside, masks)
+        drawn, scores = self._draw_window(logits, rows, positions, tokens, inside, masks)
         matches = (tokens[:, 1:] == drawn[:, :-1]) & inside[:, 1:]
         num_accepted = (1 + matches.int().cumprod(1).sum(1)).int() * inside[:, 0]
         last = drawn.gather(1, (num_accepted.long() - 1).clamp_min(0)[:, None])[:, 0]
@@ -194,29 +197,29 @@ class Sampler:
             self._count(rows, last, inside[:, 0])
         places = [self._logprobs(logits[:, t], drawn[:, t], rows) for t in range(width)]
         logprobs = tuple(place for place in places if place is not None)
-        return Verified(drawn, num_accepted, last, logprobs, rows)
+        return Verified(drawn, scores, num_accepted, last, logprobs, rows)
 
     def _draw_window(
         self, logits: Tensor, rows: Rows, positions: Tensor, tokens: Tensor, inside: Tensor, masks: Tensor | None
-    ) -> Tensor:
-        """``[B, T]``, what follows each token of a window."""
+    ) -> tuple[Tensor, Tensor]:
+        """``[B, T]``, what follows each token of a window, and its score."""
         if not rows.parts:
             if rows.table is None:
-                return logits.argmax(-1)
+                return _likeliest(logits)
             return self._draw_fused(logits, rows.table, positions, masks, count=False)
-        drawn = tokens.new_empty(tokens.shape)
+        drawn, scores = tokens.new_empty(tokens.shape), logits.new_empty(tokens.shape, dtype=torch.float32)
         for t in range(tokens.shape[1]):
             # While place t is drawn, the drafts before it count as seen: where one of them fails, t is dropped.
             if t:
                 self._count(rows, tokens[:, t], inside[:, t])
             mask = None if masks is None else masks[:, t]
-            drawn[:, t] = self._draw(logits[:, t], rows, positions + t, mask, count=False)
-        return drawn
+            drawn[:, t], scores[:, t] = self._draw(logits[:, t], rows, positions + t, mask, count=False)
+        return drawn, scores
 
     def _draw_fused(
         self, logits: Tensor, table: Tensor, positions: Tensor, masks: Tensor | None, *, count: bool
-    ) -> Tensor:
-        """``[B, T]``, by one kernel, of logits ``[B, T, V]``."""
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and scores ``[B, T]``, by one kernel, of logits ``[B, T, V]``."""
         from replayssm.backends.triton.draw import Tables, draw
 
         none = self._integers[None]  # of masks
@@ -238,20 +241,29 @@ class Sampler:
         columns = ([max(row, 0) for row in rows], kinds, seen, [masks.get(place, 0) for place in range(len(rows))])
         return to_device(columns, torch.int32, self.device)
 
-    def _draw(self, logits: Tensor, rows: Rows, positions: Tensor, masks: Tensor | None, *, count: bool) -> Tensor:
-        """``[B]``, of logits ``[B, V]``; counted, if so wanted, as seen."""
+    def _draw(
+        self, logits: Tensor, rows: Rows, positions: Tensor, masks: Tensor | None, *, count: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and scores ``[B]``, of logits ``[B, V]``; counted, if so wanted, as seen."""
         if rows.table is not None:
             masks = None if masks is None else masks[:, None]
-            return self._draw_fused(logits[:, None], rows.table, positions, masks, count=count)[:, 0]
-        tokens = logits.argmax(-1) if rows.plain else positions.new_empty(rows.size, dtype=torch.int64)
+            drawn = self._draw_fused(logits[:, None], rows.table, positions, masks, count=count)
+            return drawn[0][:, 0], drawn[1][:, 0]
+        if rows.plain:
+            tokens, scores = _likeliest(logits)
+        else:
+            tokens, scores = positions.new_empty(rows.size, dtype=torch.int64), logits.new_empty(rows.size)
+        scores = scores.float() if rows.parts else scores
         for part in rows.parts:
-            tokens.index_copy_(0, part.batch, self._draw_part(logits, part, positions, masks))
+            found = self._draw_part(logits, part, positions, masks)
+            tokens.index_copy_(0, part.batch, found[0])
+            scores.index_copy_(0, part.batch, found[1])
         if count:
             self._count(rows, tokens)
-        return tokens
+        return tokens, scores
 
-    def _draw_part(self, logits: Tensor, part: Part, positions: Tensor, masks: Tensor | None) -> Tensor:
-        """``[n]``, the tokens of a part, by PyTorch's own functions."""
+    def _draw_part(self, logits: Tensor, part: Part, positions: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``[n]``, the tokens and scores of a part, by PyTorch's own functions."""
         kind, scores = part.kind, logits.index_select(0, part.batch).float()
         positions = positions.index_select(0, part.batch)
         numbers = self._numbers.index_select(0, part.rows)
@@ -263,7 +275,7 @@ class Sampler:
             assert masks is not None
             scores.masked_fill_(self._forbidden(masks.index_select(0, part.masks)), -math.inf)
         if not kind.sampled:
-            return scores.argmax(-1)
+            return _likeliest(scores)
         integers = self._integers.index_select(0, part.rows)
         temperature, top_p, log_min_p = numbers[:, :3].unbind(1)
         scores /= temperature[:, None]
@@ -271,7 +283,7 @@ class Sampler:
             lowest = threshold(scores, Filters(integers[:, 2].long(), top_p, log_min_p), part.num_sorted)
             scores.masked_fill_(scores < lowest[:, None], -math.inf)
         scores += gumbel(self._hashes, integers[:, :2], positions)
-        return scores.argmax(-1)
+        return _likeliest(scores)
 
     def _forbidden(self, masks: Tensor) -> Tensor:
         """``[n, V]`` bool of masks ``[n, ⌈V/32⌉]``."""
@@ -313,6 +325,12 @@ class Sampler:
         wanted_masks = (rows.num_masks, -(-self.vocab_size // 32)) if rows.num_masks else None
         if shape != wanted_masks:
             raise ValueError(f"masks are {shape}: {wanted_masks} is wanted for these rows")
+
+
+def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row, the token with the largest score, and that score; NaN is larger than any."""
+    largest, tokens = scores.max(-1)
+    return tokens, largest
 
 
 def _without(dim: int, tensor: Tensor) -> tuple[int, ...]:

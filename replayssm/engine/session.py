@@ -93,6 +93,17 @@ def gather(runner: Any, slot: int, pages: Sequence_[int]) -> dict[str, Tensor]:
     Names are ``states.<layer>`` ``[H_v, d_v, d_k]`` float32, ``convs.<layer>`` ``[C, W − 1]``, and ``pages.<name>``
     ``[number of pages, ...]``.
     """
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in _held(runner, slot, pages).items()}
+
+
+def is_finite(runner: Any, slot: int, pages: Sequence_[int]) -> bool:
+    """Whether all numbers of a slot and of pages are finite. Waits for the device."""
+    finite = [tensor.isfinite().all() for tensor in _held(runner, slot, pages).values()]
+    return bool(torch.stack(finite).all())
+
+
+def _held(runner: Any, slot: int, pages: Sequence_[int]) -> dict[str, Tensor]:
+    """What :func:`gather` gives, on the device."""
     pool = runner.pool
     tensors: dict[str, Tensor] = {}
     for layer in range(len(pool.layers)):
@@ -101,7 +112,7 @@ def gather(runner: Any, slot: int, pages: Sequence_[int]) -> dict[str, Tensor]:
     for name, tensor in runner.page_tensors().items():
         index = torch.tensor(list(pages), dtype=torch.long, device=tensor.device)
         tensors[f"pages.{name}"] = tensor.index_select(0, index)
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return tensors
 
 
 def scatter(runner: Any, slot: int, pages: Sequence_[int], tensors: dict[str, Tensor]) -> None:

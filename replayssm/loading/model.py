@@ -33,29 +33,32 @@ class LoadedModel:
     @property
     def max_context(self) -> int | None:
         """The tokens, prompt and answer together, that the model was made for; None: it sets no limit."""
-        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or None
+        return context_of(self.model.config)
 
 
-def load_model(name: str | Path, options: LoadOptions | None = None) -> LoadedModel:
+def load_model(name: str | Path, options: LoadOptions | None = None, tokenizer: Any = None) -> LoadedModel:
     """Load a bundled model or a folder in transformers' format.
 
     The folder is checked before torch or transformers are imported, so that bad input fails at once.
+
+    Args:
+        name: of the model, or its folder.
+        options: how it is loaded.
+        tokenizer: its own, from :func:`load_tokenizer`, where that was wanted before.
 
     Raises:
         InputError: one line that says what was given and what is wanted.
     """
     name = str(name)
-    options = options or LoadOptions()
     folder = check_model(name)
 
     with quiet_libraries():
         import torch
         import transformers
 
-        device = _choose_device(options.device, cuda=torch.cuda.is_available())
-        dtype = options.dtype if options.dtype != "auto" or device != "cpu" else "float32"
-        load_config(folder)  # first: what is wrong with it would be told as the tokenizer's fault, which reads it too
-        tokenizer = _load(lambda: transformers.AutoTokenizer.from_pretrained(folder, **SAFE), f"tokenizer in {folder}")
+        device, dtype = settled(options or LoadOptions())
+        if tokenizer is None:
+            tokenizer = load_tokenizer(folder)
         model, info = _load(
             lambda: transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -91,6 +94,35 @@ def load_config(folder: Path) -> Any:
     import transformers
 
     return _load(lambda: transformers.AutoConfig.from_pretrained(folder, **SAFE), f"config in {folder}")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """A model folder's tokenizer.
+
+    Raises:
+        InputError: one line that says what is wrong with it.
+    """
+    import transformers
+
+    load_config(folder)  # first: what is wrong with it would be told as the tokenizer's fault, which reads it too
+    return _load(lambda: transformers.AutoTokenizer.from_pretrained(folder, **SAFE), f"tokenizer in {folder}")
+
+
+def context_of(config: Any) -> int | None:
+    """The tokens, prompt and answer together, that a model with this configuration was made for; None: no limit."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or None
+
+
+def settled(options: LoadOptions) -> tuple[str, str]:
+    """The device that a model is loaded to, and its dtype, "auto" where that is the checkpoint's own.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    import torch
+
+    device = _choose_device(options.device, cuda=torch.cuda.is_available())
+    return device, options.dtype if options.dtype != "auto" or device != "cpu" else "float32"
 
 
 def use_fitting_threads(loaded: LoadedModel) -> None:

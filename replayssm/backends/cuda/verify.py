@@ -31,6 +31,7 @@ class _Counters(NamedTuple):
 
     numbers: Tensor  # zeros between launches
     storage: StorageWeakRef  # of the checkpoints: the counters go after them
+    fewer: _Counters | None  # which had become too few: a CUDA graph may go on counting there
 
 
 _arrivals: dict[int, _Counters] = {}
@@ -88,13 +89,23 @@ def _counters_of(step: Step) -> int:
 def _arrivals_of(checkpoint: Tensor, wanted: int) -> Tensor:
     """The counters of these slots. (By address: launches on other slots may run at the same time.)"""
     found = _arrivals.get(checkpoint.data_ptr())
-    if found is None or found.storage.expired() or found.numbers.numel() < wanted:
-        for address in [address for address, kept in list(_arrivals.items()) if kept.storage.expired()]:
-            _arrivals.pop(address, None)
-        numbers = torch.zeros(wanted, dtype=torch.int32, device=checkpoint.device)
-        found = _Counters(numbers, StorageWeakRef(checkpoint.untyped_storage()))
-        _arrivals[checkpoint.data_ptr()] = found
-    return found.numbers
+    if found is not None and found.numbers.numel() >= wanted and not found.storage.expired():
+        return found.numbers
+    for address in [address for address, kept in list(_arrivals.items()) if kept.storage.expired()]:
+        _arrivals.pop(address, None)
+    numbers = torch.zeros(wanted, dtype=torch.int32, device=checkpoint.device)
+    if not _is_capturing(checkpoint.device):  # else they are the graph's own, and zeros only once it is replayed
+        storage = StorageWeakRef(checkpoint.untyped_storage())
+        _arrivals[checkpoint.data_ptr()] = _Counters(numbers, storage, _arrivals.get(checkpoint.data_ptr()))
+    return numbers
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device now becomes a part of a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _plan(layer: Layer, rules: Rules, step: Step, window: Window) -> Plan:

@@ -52,7 +52,7 @@ class Tables(NamedTuple):
     masks: Tensor
 
 
-def draw(logits: Tensor, tables: Tables, positions: Tensor, *, count: bool) -> Tensor:
+def draw(logits: Tensor, tables: Tables, positions: Tensor, *, count: bool) -> tuple[Tensor, Tensor]:
     """One token for each row and place.
 
     Args:
@@ -62,15 +62,17 @@ def draw(logits: Tensor, tables: Tables, positions: Tensor, *, count: bool) -> T
         count: add the tokens to those that were seen, where a row has penalties; T is 1 then.
 
     Returns:
-        int64 ``[B, T]``.
+        Tokens int64 ``[B, T]``, and their scores fp32 ``[B, T]``, NaN where a score is NaN that may be drawn.
     """
     batch, width, vocab_size = logits.shape
     tokens = torch.empty(batch, width, dtype=torch.int64, device=logits.device)
+    scores = torch.empty(batch, width, device=logits.device)
     chunks = triton.cdiv(vocab_size, BLOCK)
     _draw_kernel[batch * width,](
         logits,
         *logits.stride()[:2],
         tokens,
+        scores,
         positions,
         *tables,
         *tables.masks.stride()[:2],
@@ -84,12 +86,12 @@ def draw(logits: Tensor, tables: Tables, positions: Tensor, *, count: bool) -> T
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    return tokens
+    return tokens, scores
 
 
 @triton.jit(do_not_specialize=NUMBERS)  # else it is compiled anew for batches of one, of sixteen, …
 def _draw_kernel(
-    logits, stride_row, stride_place, tokens, positions, rows, numbers, integers, hashes, seen, edit_tokens,
+    logits, stride_row, stride_place, tokens, scores, positions, rows, numbers, integers, hashes, seen, edit_tokens,
     edit_values, edit_ends, masks, stride_mask, stride_mask_place, maxima, batch, width, vocab, chunks, num_edits,
     count, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -124,13 +126,15 @@ def _draw_kernel(
         offsets = chunk * BLOCK + tl.arange(0, BLOCK)
         if kind & SAMPLED:
             hashed = tl.load(hashes + offsets, mask=offsets < vocab, other=0).to(tl.uint32, bitcast=True)
-            x = tl.where(x >= lowest, x + _gumbel((hashed ^ key) * (second | 1)), float("-inf"))
-        better = x > best
+            x = tl.where(x < lowest, float("-inf"), x + _gumbel((hashed ^ key) * (second | 1)))
+        better = (x > best) | _is_nan(x)  # which no other is better than
         best = tl.where(better, x, best)
         at = tl.where(better, offsets, at)
-    largest = tl.max(best, 0)
+    broken = tl.max(_is_nan(best).to(tl.int32), 0) > 0
+    largest = tl.max(tl.where(_is_nan(best), float("-inf"), best), 0)
     token = tl.minimum(tl.min(tl.where(best == largest, at, vocab), 0), vocab - 1)
     tl.store(tokens + program, token.to(tl.int64))
+    tl.store(scores + program, tl.where(broken, float("nan"), largest))
     if (count != 0) & ((kind & PENALISED) != 0):
         tl.store(seen + token, tl.load(seen + token) + 2)
 
@@ -167,12 +171,17 @@ def _lowest(row_of, top_k_ptr, chunks, BLOCK: tl.constexpr):
     """The lowest score that may be drawn; see :func:`replayssm.engine.distribution.threshold`."""
     numbers, maxima = row_of[3], row_of[11]
     top = float("-inf")
+    nans = tl.zeros([BLOCK], tl.int32)
     for chunk in range(chunks):
-        largest = tl.max(_scores(row_of, chunk * BLOCK, BLOCK), 0)
+        x = _scores(row_of, chunk * BLOCK, BLOCK)
+        nans |= _is_nan(x).to(tl.int32)
+        largest = tl.max(x, 0)
         tl.store(maxima + chunk, largest)
         top = tl.maximum(top, largest)
     tl.debug_barrier()  # all see the chunks' maxima
     top_k, top_p = tl.load(top_k_ptr), tl.load(numbers + 1)
+    if (tl.max(nans, 0) > 0) | (tl.abs(top) == float("inf")):  # a search would find nothing, and take long
+        top_k, top_p = top_k * 0, top_p * 0 + 1
     lowest = top + tl.load(numbers + 2)
     kept = top_k.to(tl.int64)
     kth = NO_KEY + tl.zeros([], tl.int64)
@@ -239,6 +248,11 @@ def _above(row_of, pivot, chunks, top, WEIGHTED: tl.constexpr, BLOCK: tl.constex
             if WEIGHTED:
                 mass += tl.where(above, _weights(x, top), 0)
     return tl.sum(count, 0).to(tl.int64), tl.sum(mass, 0), tl.min(smallest, 0)
+
+
+@triton.jit
+def _is_nan(x):
+    return x != x  # noqa: PLR0124
 
 
 @triton.jit
