@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm.backends.step import State
+
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHECKPOINT_DTYPES = ACTIVATION_DTYPES
 
@@ -67,18 +69,9 @@ def check_rank(name: str, tensor: Tensor, dims: str) -> None:
         raise ValueError(f"{name} has shape {list(tensor.shape)}: {dims} is wanted")
 
 
-def check_state(
-    checkpoint: Tensor,
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    *,
-    channel: bool,
-    activation_dtype: torch.dtype | None = None,
-) -> None:
+def check_state(state: State, *, channel: bool, activation_dtype: torch.dtype | None = None) -> None:
     """Check that the state tensors fit together."""
+    checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = state
     check_rank("checkpoint", checkpoint, "[N, H_v, d_v, d_k]")
     check_rank("ring_k", ring_k, "[N, H_k, R, d_k]")
     n, h_v, d_v, d_k = checkpoint.shape

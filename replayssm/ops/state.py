@@ -43,7 +43,7 @@ def read_state(
         ValueError: a tensor has a wrong shape, dtype or device.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    check_state(*state, channel=has_channel_gate(ring_g))
+    check_state(state, channel=has_channel_gate(ring_g))
     check_rank("slots", slots, "[M]")
     check_tensor("slots", slots, (slots.numel(),), "[M]", (torch.int32,), checkpoint.device)
     return call("read_state", *state, slots, resolve_backend(backend, checkpoint.device))
@@ -74,7 +74,7 @@ def materialize(
         ValueError: a tensor has a wrong shape, dtype or device, or a slot is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    check_state(*state, channel=has_channel_gate(ring_g))
+    check_state(state, channel=has_channel_gate(ring_g))
     check_rank("src", src, "[M]")
     check_tensor("src", src, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
     check_tensor("dst", dst, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
@@ -141,7 +141,7 @@ def has_channel_gate(ring_g: Tensor) -> bool:
 def _read_state(*args: Any) -> Tensor:
     *state, slots, backend = args
     check_folded_slots("slots", slots, state[0].shape[0])
-    return backend_module(backend).read_state(*state, slots)
+    return backend_module(backend).read_state(tuple(state), slots)
 
 
 def _materialize(*args: Any) -> None:
@@ -149,7 +149,11 @@ def _materialize(*args: Any) -> None:
     check_folded_slots("src", src, state[0].shape[0])
     check_folded_slots("dst", dst, state[0].shape[0])
     check_slots_on_host(dst, state[0].shape[0], "dst")
-    backend_module(backend).materialize(*state, src, dst)
+    checkpoint, run = state[0], backend_module(backend)
+    if src.numel() == 1:
+        run.materialize(tuple(state), src, dst)
+    else:  # a target may be a source, too, and is read before it is written
+        checkpoint[dst.long()] = run.read_state(tuple(state), src).to(checkpoint.dtype)
 
 
 def _advance(
