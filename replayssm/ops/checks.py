@@ -92,6 +92,20 @@ def check_state(state: State, *, channel: bool, activation_dtype: torch.dtype | 
         raise ValueError(f"checkpoint has {h_v} value heads, ring_k {h_k} key heads: H_v must be a multiple of H_k")
 
 
+def check_conv(x: Tensor, dims: str, conv_state: Tensor, weight: Tensor, bias: Tensor | None, state_dims: str) -> None:
+    """Check a convolution's inputs ``[..., C]``, its kept inputs and its weights; ``dims`` as the caller's docs say."""
+    check_rank("x", x, dims)
+    check_rank("weight", weight, "[C, W]")
+    check_rank("conv_state", conv_state, state_dims)
+    channels, width = weight.shape
+    check_tensor("x", x, (*x.shape[:-1], channels), dims)
+    state_shape = (conv_state.shape[0], channels, width - 1)
+    check_tensor("conv_state", conv_state, state_shape, state_dims, (x.dtype,), x.device)
+    check_tensor("weight", weight, (channels, width), "[C, W]", device=x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (channels,), "[C]", device=x.device)
+
+
 def check_rows(slots: Tensor, batch: int, force_flush: Tensor | None, device: torch.device) -> None:
     """Check the tensors that say which rows step, and which of them flush."""
     check_tensor("slots", slots, (batch,), "[B]", (torch.int32,), device)
