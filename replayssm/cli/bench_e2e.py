@@ -30,12 +30,8 @@ MAX_SECONDS = 1_000_000
 
 def e2e(
     model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Model folder, a config's JSON file for random weights, or one of {', '.join(NAMES)}. "
-            f"[default: {NAMES[0]}]"
-        ),
-    ] = None,
+        str, typer.Option(help=f"Model folder, a config's JSON file for random weights, or one of {', '.join(NAMES)}.")
+    ] = NAMES[0],
     batch: Annotated[str, typer.Option(help="Rows of the filled load, e.g. 1,8,64. [default: by device]")] = "",
     requests: Annotated[str, typer.Option(metavar="INTEGER", help="Requests of the other loads.")] = "8",
     prompt_tokens: Annotated[
@@ -93,7 +89,7 @@ def e2e(
     limit = _number("seconds", seconds, MAX_SECONDS) if seconds else None
     prompts = _number("prompt-tokens", prompt_tokens, MAX_TOKENS) if prompt_tokens else None
     check_output(output)
-    loaded = _load(model if model is not None else NAMES[0], LoadOptions(dtype=dtype, device=device))
+    loaded = _load(model, LoadOptions(dtype=dtype, device=device))
 
     from replayssm.bench.e2e import Options
 
