@@ -35,12 +35,13 @@ def read_state(
     Args:
         checkpoint ... checkpoint_slot: see :mod:`replayssm.ops`.
         slots: ``[M]`` int32, none negative.
+        backend: see :mod:`replayssm.ops`.
 
     Returns:
         float32 ``[M, H_v, d_v, d_k]``.
 
     Raises:
-        ValueError: a tensor has a wrong shape, dtype or device.
+        ValueError: a tensor has a wrong shape, dtype or device, or on a CPU a slot is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
     check_state(state, channel=has_channel_gate(ring_g))
@@ -69,9 +70,10 @@ def materialize(
     Args:
         checkpoint ... checkpoint_slot: see :mod:`replayssm.ops`.
         src, dst: ``[M]`` int32, none negative; no slot twice in dst. A slot in both is read before it is written.
+        backend: see :mod:`replayssm.ops`.
 
     Raises:
-        ValueError: a tensor has a wrong shape, dtype or device, or a slot is out of range.
+        ValueError: a tensor has a wrong shape, dtype or device, or on a CPU a slot is out of range or twice in dst.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
     check_state(state, channel=has_channel_gate(ring_g))
@@ -102,9 +104,10 @@ def advance(
         flush_period: L.
         force_flush: ``[B]`` bool or int32, or None.
         counters: int64 ``[N, 3]`` or None; steps, flushes and records read are added.
+        backend: see :mod:`replayssm.ops`.
 
     Raises:
-        ValueError: a tensor has a wrong shape, dtype or device.
+        ValueError: a tensor has a wrong shape, dtype or device, or flush_period is no whole number above 0.
     """
     forced = ABSENT[3] if force_flush is None else force_flush
     tensors = (write_pos, checkpoint_slot, slots, forced, ABSENT[4] if counters is None else counters)
