@@ -74,7 +74,7 @@ class Step(NamedTuple):
     force_flush: Tensor | None
     records: Records = "updates"
     out: Tensor | None = None  # [B, H_v, d_v], contiguous, where a kernel that can may write the output
-    zero_padding: bool = True  # False: the kernel leaves padding rows of out alone
+    zero_padding: bool = True  # False: padding rows of the output hold what out held, or anything
 
     def pick(self, rows: list[int]) -> Step:
         """The same step for some of the rows."""

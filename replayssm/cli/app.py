@@ -32,7 +32,7 @@ from replayssm.options import (
     check_prompt,
 )
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writing to a full disk, or past a quota, ends with
 
 app = typer.Typer(
     help="Decode hybrid language models from a checkpoint and a short ring of recent updates.",
@@ -152,6 +152,7 @@ def generate(
     )
 
 
+# Here, not above: the help lists commands in the order in which they come.
 app.command()(serve)
 app.command()(chat)
 
