@@ -24,8 +24,8 @@ class LoadOptions:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("device", self.device, DEVICES)
+        check_one_of("dtype", self.dtype, DTYPES)
+        check_one_of("device", self.device, DEVICES)
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,22 @@ class GenerateOptions:
     fixed_draft: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("max-new-tokens", self.max_new_tokens, 1)
-        if not 1 <= self.ring_len <= MAX_RING_LEN:
-            raise InputError(f"ring-len is {self.ring_len}: it must be from 1 to {MAX_RING_LEN}")
-        _one_of("state-dtype", self.state_dtype, STATE_DTYPES)
-        _one_of("ring-dtype", self.ring_dtype, RING_DTYPES)
-        _one_of("backend", self.backend, BACKENDS)
+        check_between("max-new-tokens", self.max_new_tokens, 1)
+        check_between("ring-len", self.ring_len, 1, MAX_RING_LEN)
+        check_one_of("state-dtype", self.state_dtype, STATE_DTYPES)
+        check_one_of("ring-dtype", self.ring_dtype, RING_DTYPES)
+        check_one_of("backend", self.backend, BACKENDS)
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise InputError(f"temperature is {self.temperature}: it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top-p is {self.top_p}: it must be above 0 and at most 1")
-        _at_least("top-k", self.top_k, 0)
+        check_between("top-k", self.top_k, 0)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise InputError(f"seed is {self.seed}: it must be from 0 to 2**63 - 1")
         self._check_speculation()
 
     def _check_speculation(self) -> None:
-        if not 1 <= self.num_draft <= MAX_DRAFT:
-            raise InputError(f"num-draft is {self.num_draft}: it must be from 1 to {MAX_DRAFT}")
+        check_between("num-draft", self.num_draft, 1, MAX_DRAFT)
         if not 1 <= self.tree <= MAX_DRAFT:
             raise InputError(f"tree is {self.tree}: it must be from 1 (a chain) to {MAX_DRAFT} candidates for a place")
         if self.speculate is None:
@@ -83,7 +81,7 @@ class GenerateOptions:
                 raise InputError("draft-model was given without --speculate draft, which it is for")
             check_drafts_are_used(num_draft=self.num_draft, fixed_draft=self.fixed_draft, tree=self.tree)
             return
-        _one_of("speculate", self.speculate, SPECULATE)
+        check_one_of("speculate", self.speculate, SPECULATE)
         if not self.replay:
             raise InputError("speculate and no-replay were both given: drafts are rolled back by replay, choose one")
         if (self.speculate == "draft") != (self.draft_model is not None):
@@ -114,11 +112,14 @@ def check_prompt(prompt: str, what: str = "the prompt") -> None:
         raise InputError(f"{what} is not text at character {error.start}: UTF-8 is wanted") from error
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise InputError(f"{name} is {value}: it must be at least {least}")
+def check_between(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Refuse a number that is too small or, if there is a largest one, too large."""
+    if value < least or (most is not None and value > most):
+        wanted = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} is {value}: it must be {wanted}")
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Refuse what is not among the choices."""
     if value not in choices:
-        raise InputError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
+        raise InputError(f"{name} is {value!r}: it must be one of {', '.join(map(str, choices))}")

@@ -7,12 +7,12 @@ recurrence on the same values, so that a test reads as: draw, step both, compare
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from replayssm import ops, recurrence
+from replayssm import ReplayPool, ops, recurrence
 from replayssm.state import LayerSpec
 
 KINDS = ("gdn", "kda", "kda_bounded", "mamba2")
@@ -171,3 +171,34 @@ def poison(pool: Any) -> None:
             args[name].fill_(float("nan"))
         pool.conv_state(layer).fill_(float("nan"))
         pool.conv_window(layer).fill_(float("nan"))
+
+
+class Forked(NamedTuple):
+    """What a program leaves that several backends run."""
+
+    outputs: Tensor
+    states: Tensor
+    cursors: Tensor
+    counters: dict[str, int]
+
+
+def run_forks(layer: Layer, pool: ReplayPool) -> Forked:
+    """Steps with padding, a snapshot, forks of it and of a slot, staggered flushes, a state written over another."""
+    a, b = pool.alloc(2)
+    outputs: list[Tensor] = []
+
+    def step(*rows: int) -> None:
+        slots = pool.slot_tensor(rows)
+        outputs.append(layer.decode(layer.draw(len(rows)), **pool.state_args(0), slots=slots))
+        pool.advance(slots)
+
+    step(a)
+    step(a, -1, b)
+    kept = pool.snapshot(a)
+    first, second = pool.fork(kept), pool.fork(b)
+    for _ in range(4):
+        step(second, a, first)
+    pool.materialize(a, b)
+    step(b, a)
+    states = pool.read_state(0, [a, b, first, second, kept])
+    return Forked(torch.cat(outputs), states, pool.write_pos[[a, b, first, second]], pool.counters())

@@ -12,7 +12,7 @@ from typing import Any
 import emulated_cuda
 import pytest
 import torch
-from oracle import KINDS, SHAPES, Layer, poison, relative_error
+from oracle import KINDS, SHAPES, Layer, poison, relative_error, run_forks
 from torch import Tensor
 
 from replayssm import ReplayPool, ops
@@ -186,27 +186,14 @@ def test_blocks_that_take_tile_after_tile_change_no_bit(
 def test_forks_and_snapshots(cut: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that read another's checkpoint, which the copy from their own has to make way for."""
     install(monkeypatch, cut)
-    results = []
-    for backend in ("cuda", "torch"):
-        layer = Layer(kind, 1, 1, 64, 16, seed=4)
-        pool = new_pool(layer, 6, 3, backend=backend)
-        a, b = pool.alloc(2)
-        outputs: list[Tensor] = []
-
-        def step(*rows: int) -> None:
-            slots = pool.slot_tensor(rows)  # noqa: B023
-            outputs.append(layer.decode(layer.draw(len(rows)), **pool.state_args(0), slots=slots))  # noqa: B023
-            pool.advance(slots)  # noqa: B023
-
-        step(a)
-        step(a, -1, b)
-        kept = pool.snapshot(a)
-        first, second = pool.fork(kept), pool.fork(b)
-        for _ in range(4):
-            step(second, a, first)
-        results.append((torch.cat(outputs), pool.read_state(0, [a, b, first, second, kept])))
-    for mine, expected in zip(*results, strict=True):
-        assert relative_error(mine, expected) < 1e-6
+    found, expected = (
+        run_forks(layer := Layer(kind, 1, 1, 64, 16, seed=4), new_pool(layer, 6, 3, backend=backend))
+        for backend in ("cuda", "torch")
+    )
+    assert relative_error(found.outputs, expected.outputs) < 1e-6
+    assert relative_error(found.states, expected.states) < 1e-6
+    assert torch.equal(found.cursors, expected.cursors)
+    assert found.counters == expected.counters
 
 
 def run_rows(kind: str, backend: str) -> list[Tensor]:

@@ -58,7 +58,7 @@ def window_case(shape: str, state_dtype: torch.dtype, batch_rows: int, tokens: i
 
 
 def compile_with_nvcc(
-    macros: dict[str, str], architecture: str, folder: Path, files: tuple[str, ...] = build.SOURCES
+    macros: dict[str, str], architecture: str, folder: Path, files: tuple[str, ...] = build.DECODE
 ) -> tuple[int, int]:
     """Registers of a thread, and bytes that it spills."""
     source = folder / "decode.cu"

@@ -85,27 +85,36 @@ def test_ragged_rows_and_padding(kind: str, tree: str, launched: list[int]) -> N
     assert len(launched) == 6
 
 
-@pytest.mark.parametrize(
+DTYPES_OF_PRODUCTS = pytest.mark.parametrize(
     ("kind", "state", "activations"),
     sometimes(
-        product(KINDS, ("f32", "bf16", "f16"), ("f32", "bf16", "f16")),
+        product(KINDS, DTYPES, DTYPES),
         {("gdn", "bf16", "bf16"), ("kda", "bf16", "bf16"), ("mamba2", "f16", "bf16")},
     ),
 )
+
+
+def random_run(kind: str, state: str, activations: str, ring: int) -> Run:
+    """One row with a random checkpoint."""
+    dtypes = {"state_dtype": DTYPES[state], "ring_dtype": F32}
+    heads = (1, 1 if kind.startswith("kda") else 2)
+    run = Run(Layer(kind, *heads, 64, 32, dtype=DTYPES[activations], backend="cuda"), 1, ring=ring, **dtypes)
+    checkpoint = run.pool.fold_args(0)["checkpoint"]
+    checkpoint[:] = torch.randn(checkpoint.shape)
+    return run
+
+
+@DTYPES_OF_PRODUCTS
 def test_products_are_exact(kind: str, state: str, activations: str, launched: list[int]) -> None:
     """The outputs of one window from a random checkpoint and its records: no factor of a product is rounded."""
-    state_dtype, dtype = DTYPES[state], DTYPES[activations]
-    layer = Layer(kind, 1, 1 if kind.startswith("kda") else 2, 64, 32, dtype=dtype, backend="cuda")
-    run = Run(layer, 1, ring=8, state_dtype=state_dtype, ring_dtype=F32)
+    run = random_run(kind, state, activations, ring=8)
     (slot,) = run.rows
-    held = run.pool.fold_args(0)
-    held["checkpoint"][:] = torch.randn(held["checkpoint"].shape)
     for _ in range(3):
         run.states[slot] = run.pool.read_state(0, run.rows).double()
         run.verify(3)
         slots, count = run.pool.slot_tensor(run.rows), int32([3])
         run.pool.commit(slots, count, count)
-        rounding = {F32: 1e-6, BF16: 3e-3, F16: 4e-4}[state_dtype]
+        rounding = {"f32": 1e-6, "bf16": 3e-3, "f16": 4e-4}[state]
         assert relative_error(run.pool.read_state(0, run.rows), run.after[0][2]) < rounding
     assert len(launched) == 3
 
@@ -146,28 +155,18 @@ def test_one_token_windows_equal_the_recurrence(cut: str, shape: str, monkeypatc
     assert not any(counters.numbers.any() for counters in verify._arrivals.values())
 
 
-@pytest.mark.parametrize(
-    ("kind", "state", "activations"),
-    sometimes(
-        product(KINDS, ("f32", "bf16", "f16"), ("f32", "bf16", "f16")),
-        {("gdn", "bf16", "bf16"), ("kda", "bf16", "bf16"), ("mamba2", "f16", "bf16")},
-    ),
-)
+@DTYPES_OF_PRODUCTS
 def test_products_of_one_token_are_exact(kind: str, state: str, activations: str, decoded: list[int]) -> None:
     """As those of longer windows, also where they fold: the last does."""
-    state_dtype, dtype = DTYPES[state], DTYPES[activations]
-    layer = Layer(kind, 1, 1 if kind.startswith("kda") else 2, 64, 32, dtype=dtype, backend="cuda")
-    run = Run(layer, 1, ring=3, state_dtype=state_dtype, ring_dtype=F32)
+    run = random_run(kind, state, activations, ring=3)
     (slot,) = run.rows
-    held = run.pool.fold_args(0)
-    held["checkpoint"][:] = torch.randn(held["checkpoint"].shape)
     slots, one = run.pool.slot_tensor(run.rows), int32([1])
     for step in range(4):
         run.states[slot] = before = run.pool.read_state(0, run.rows).double()
         run.verify(1)
         if step == 3:
-            rounding = {F32: 1e-6, BF16: 3e-3, F16: 4e-4}[state_dtype]
-            assert relative_error(held["checkpoint"][slot], before[0]) < rounding
+            rounding = {"f32": 1e-6, "bf16": 3e-3, "f16": 4e-4}[state]
+            assert relative_error(run.pool.fold_args(0)["checkpoint"][slot], before[0]) < rounding
         else:
             run.pool.commit(slots, one, one)
             assert relative_error(run.pool.read_state(0, run.rows), run.after[0][0]) < 1e-6

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from oracle import KINDS, SHAPES, Layer, poison, relative_error
+from oracle import KINDS, SHAPES, Layer, poison, relative_error, run_forks
 from torch import Tensor
 
 from replayssm import ReplayPool, ops
@@ -67,34 +67,16 @@ def test_every_output_and_state_equals_the_recurrence(shape: str, place: dict[st
 @pytest.mark.parametrize("kind", KINDS)
 def test_forks_snapshots_and_staggered_cursors(kind: str, place: dict[str, str]) -> None:
     """The same program with the Triton kernels and with PyTorch's: equal states and equal cursors."""
-    results = []
-    for backend in ("triton", "torch"):
-        layer = Layer(kind, 1, 1, 8, 8, seed=4, device=place["device"])
-        pool = ReplayPool([layer.spec], 6, ring_len=3, device=layer.device, backend=backend)
-        poison(pool)
-        a, b = pool.alloc(2)
-        outputs: list[Tensor] = []
-
-        def step(*rows: int) -> None:
-            slots = pool.slot_tensor(rows)  # noqa: B023
-            outputs.append(layer.decode(layer.draw(len(rows)), **pool.state_args(0), slots=slots))  # noqa: B023
-            pool.advance(slots)  # noqa: B023
-
-        step(a)
-        step(a, -1, b)
-        kept = pool.snapshot(a)
-        first, second = pool.fork(kept), pool.fork(b)
-        for _ in range(4):
-            step(second, a, first)
-        pool.materialize(a, b)
-        step(b, a)
-        states = pool.read_state(0, [a, b, first, second, kept])
-        results.append((torch.cat(outputs), states, pool.write_pos[[a, b, first, second]], pool.counters()))
-    (y, states, cursors, counters), (y_torch, states_torch, cursors_torch, counters_torch) = results
-    assert relative_error(y, y_torch) < 1e-6
-    assert relative_error(states, states_torch) < 1e-6
-    assert torch.equal(cursors, cursors_torch)
-    assert counters == counters_torch
+    found, expected = (
+        run_forks(
+            layer := Layer(kind, 1, 1, 8, 8, seed=4, device=place["device"]), new_pool(layer, 6, 3, backend=backend)
+        )
+        for backend in ("triton", "torch")
+    )
+    assert relative_error(found.outputs, expected.outputs) < 1e-6
+    assert relative_error(found.states, expected.states) < 1e-6
+    assert torch.equal(found.cursors, expected.cursors)
+    assert found.counters == expected.counters
 
 
 def test_small_gates_keep_their_digits(place: dict[str, str]) -> None:

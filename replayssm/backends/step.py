@@ -17,6 +17,15 @@ ABSENT = tuple(torch.empty(0, device="cpu") for _ in range(18))
 Records = Literal["updates", "normalised", "inputs"]
 
 
+#: Of all slots: ring_u, ring_k, ring_g; convolution states and windows, or None.
+Rings = tuple[Tensor, Tensor, Tensor]
+Conv = tuple[Tensor | None, Tensor | None]
+
+#: Of all slots: checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, with which a :class:`Step` begins. Each
+#: call of an operator makes one; a NamedTuple would take 0.2 µs longer.
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class Layer(NamedTuple):
     """A layer's tensors for one token or a window, in the letters of the delta rule.
 
@@ -65,7 +74,7 @@ class Step(NamedTuple):
     force_flush: Tensor | None
     records: Records = "updates"
     out: Tensor | None = None  # [B, H_v, d_v], contiguous, where a kernel that can may write the output
-    zero_padding: bool = True  # False: the kernel leaves padding rows of out alone
+    zero_padding: bool = True  # False: padding rows of the output hold what out held, or anything
 
     def pick(self, rows: list[int]) -> Step:
         """The same step for some of the rows."""
@@ -85,3 +94,12 @@ class Window(NamedTuple):
 
     num_tokens: Tensor  # int32 [B], from 0 to T; later tokens hold anything and must not be used
     parents: Tensor | None  # int32 [B, T], parents[b, i] < i, -1: the committed state; None: a chain
+
+
+class Accepted(NamedTuple):
+    """What was accepted of each row's window; :func:`replayssm.ops.accept` says what the tensors hold."""
+
+    slots: Tensor
+    num_tokens: Tensor
+    num_accepted: Tensor
+    path: Tensor | None = None  # None: the first tokens

@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.status import Status
 
 import replayssm
-from replayssm import bundled
 from replayssm.cli import bench as bench_commands
 from replayssm.cli.chat import chat
 from replayssm.cli.early import check_backend, check_drafter
 from replayssm.cli.serve import serve
 from replayssm.cli.tune import tune
-from replayssm.cli.values import INTEGER, MODEL, NUMBER
+from replayssm.cli.values import INTEGER, MODEL, NAMES, NUMBER
 from replayssm.errors import InputError, one_line
 from replayssm.loading.folder import check_model
 from replayssm.options import (
@@ -33,7 +32,7 @@ from replayssm.options import (
     check_prompt,
 )
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writing to a full disk, or past a quota, ends with
 
 app = typer.Typer(
     help="Decode hybrid language models from a checkpoint and a short ring of recent updates.",
@@ -67,7 +66,7 @@ def _root(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue; - reads it from standard input.")],
-    model: Annotated[str | None, MODEL] = None,
+    model: Annotated[str, MODEL] = NAMES[0],
     max_new_tokens: Annotated[int, typer.Option(**INTEGER, help="Stop after this many tokens.")] = 128,
     ring_len: Annotated[int, typer.Option(**INTEGER, help="L: the state is written once in L steps.")] = 16,
     state_dtype: Annotated[str, typer.Option(help=f"Of the checkpoint: {', '.join(STATE_DTYPES)}.")] = "float32",
@@ -119,23 +118,22 @@ def generate(
         raise InputError("the prompt is to be read from standard input, which is closed")
     text = sys.stdin.read() if prompt == "-" else prompt
     check_prompt(text)
-    name = model if model is not None else bundled.names()[0]
-    check_model(name)
+    check_model(model)
     if draft_model is not None:
         check_model(draft_model)
 
     if options.replay:
         check_backend(backend, device)
-    check_drafter(name, speculate)
+    check_drafter(model, speculate)
 
     from replayssm.cli.generate import check_request
     from replayssm.cli.generate import generate as run_generate
     from replayssm.loading import load_model, use_fitting_threads
 
     out = sys.stdout
-    with _status(f"loading {name}"):
-        tokenizer = check_request(name, text, options, load_options)
-        loaded = load_model(name, load_options, tokenizer)
+    with _status(f"loading {model}"):
+        tokenizer = check_request(model, text, options, load_options)
+        loaded = load_model(model, load_options, tokenizer)
     use_fitting_threads(loaded)
     if stream and out is not None:
         result = run_generate(loaded, text, options, on_text=_writer(out))
@@ -156,6 +154,7 @@ def generate(
     )
 
 
+# Here, not above: the help lists commands in the order in which they come.
 app.command()(serve)
 app.command()(chat)
 

@@ -106,7 +106,7 @@ def verify(
 ) -> None:
     """Time a verify window of one layer, ours beside rivals and beside our decode step.
 
-    On a GPU the rivals are the kernels of vLLM's ReplaySSM fork. Exit with 1 if one of ours is wrong or fails.
+    On a GPU the rivals are other projects' kernels. Exit with 1 if one of ours is wrong or fails.
     """
     windows = numbers("window", window, MAX_WINDOW)
     (length,) = numbers("ring-len", ring_len, MAX_RING_LEN, only_one=True)

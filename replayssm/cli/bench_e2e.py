@@ -30,12 +30,8 @@ MAX_SECONDS = 1_000_000
 
 def e2e(
     model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Model folder, a config's JSON file for random weights, or one of {', '.join(NAMES)}. "
-            f"[default: {NAMES[0]}]"
-        ),
-    ] = None,
+        str, typer.Option(help=f"Model folder, a config's JSON file for random weights, or one of {', '.join(NAMES)}.")
+    ] = NAMES[0],
     batch: Annotated[str, typer.Option(help="Rows of the filled load, e.g. 1,8,64. [default: by device]")] = "",
     requests: Annotated[str, typer.Option(metavar="INTEGER", help="Requests of the other loads.")] = "8",
     prompt_tokens: Annotated[
@@ -93,8 +89,8 @@ def e2e(
     limit = _number("seconds", seconds, MAX_SECONDS) if seconds else None
     prompts = _number("prompt-tokens", prompt_tokens, MAX_TOKENS) if prompt_tokens else None
     check_output(output)
-    name, load_options = model if model is not None else NAMES[0], LoadOptions(dtype=dtype, device=device)
-    most = _context_of(name)
+    load_options = LoadOptions(dtype=dtype, device=device)
+    most = _context_of(model)
 
     from replayssm.bench.e2e import Options
     from replayssm.loading import settled
@@ -113,8 +109,8 @@ def e2e(
         prompt_tokens=prompts or (1000 if on_gpu else 128),
         **given,
     )
-    _check_context(name, most, options)
-    loaded = _load(name, load_options)
+    _check_context(model, most, options)
+    loaded = _load(model, load_options)
     _report(_run(loaded, options, output), as_json)
 
 

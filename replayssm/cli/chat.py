@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from replayssm import bundled
 from replayssm.cli.early import check_backend, check_drafter
-from replayssm.cli.values import INTEGER, MODEL, NUMBER
+from replayssm.cli.values import INTEGER, MODEL, NAMES, NUMBER
 from replayssm.engine.options import SPECULATE, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.errors import InputError, one_line
@@ -30,7 +29,7 @@ Message = dict[str, str]
 
 
 def chat(
-    model: Annotated[str | None, MODEL] = None,
+    model: Annotated[str, MODEL] = NAMES[0],
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
     max_tokens: Annotated[int, typer.Option(**INTEGER, help="Of an answer, at most.")] = 512,
     temperature: Annotated[float, typer.Option(**NUMBER, help="0 is greedy, above it samples.")] = 0.7,
@@ -57,21 +56,19 @@ def chat(
     load_options = LoadOptions(dtype=dtype, device=device)
     if sys.stdin is None:
         raise InputError("messages are to be read from standard input, which is closed")
-    name = model if model is not None else bundled.names()[0]
     begun = [{"role": "system", "content": system}] if system else []
     if system:
         check_prompt(system, "system")
-    check_model(name)
-
+    check_model(model)
     check_backend(backend, device)
-    check_drafter(name, speculate)
+    check_drafter(model, speculate)
 
     from replayssm.engine import Engine
     from replayssm.loading import load_model, use_fitting_threads
 
-    with Console(stderr=True).status(f"loading {name} ..."):
-        tokenizer = _check_chat(name, begun)
-        loaded = load_model(name, load_options, tokenizer)
+    with Console(stderr=True).status(f"loading {model} ..."):
+        tokenizer = _check_chat(model, begun)
+        loaded = load_model(model, load_options, tokenizer)
         use_fitting_threads(loaded)
         engine = Engine(loaded, options)
     with engine:

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from replayssm import bundled
 from replayssm.cli.early import check_backend, check_drafter
-from replayssm.cli.values import INTEGER, MODEL, NUMBER, SIZE
+from replayssm.cli.values import INTEGER, MODEL, NAMES, NUMBER, SIZE
 from replayssm.engine.options import SPECULATE, EngineOptions
 from replayssm.errors import InputError
 from replayssm.loading.folder import check_model
@@ -21,7 +20,7 @@ NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prom
 
 
 def serve(
-    model: Annotated[str | None, MODEL] = None,
+    model: Annotated[str, MODEL] = NAMES[0],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(**INTEGER, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -105,10 +104,9 @@ def serve(
     )
     load_options = LoadOptions(dtype=dtype, device=device)
     check_extra()
-    name = model if model is not None else bundled.names()[0]
-    check_model(name)
+    check_model(model)
     check_backend(backend, device)
-    check_drafter(name, speculate)
+    check_drafter(model, speculate)
 
     from replayssm.server.logs import configure
     from replayssm.server.run import bind, run
@@ -119,8 +117,8 @@ def serve(
         from replayssm.engine import Engine
         from replayssm.loading import load_model, use_fitting_threads
 
-        with Console(stderr=True).status(f"loading {name} ..."):
-            loaded = load_model(name, load_options)
+        with Console(stderr=True).status(f"loading {model} ..."):
+            loaded = load_model(model, load_options)
             use_fitting_threads(loaded)
             engine = Engine(loaded, engine_options)
         run(engine, options, bound)

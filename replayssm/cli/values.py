@@ -30,7 +30,7 @@ def _size(text: str) -> int:
 
 
 NAMES = bundled.names()
-MODEL = typer.Option(help=f"Model folder, or one of {', '.join(NAMES)}. [default: {NAMES[0]}]")
+MODEL = typer.Option(help=f"Model folder, or one of {', '.join(NAMES)}.")
 INTEGER: dict[str, Any] = {"parser": _integer, "metavar": "INTEGER"}
 NUMBER: dict[str, Any] = {"parser": _number, "metavar": "NUMBER"}
 SIZE: dict[str, Any] = {"parser": _size, "metavar": "SIZE"}

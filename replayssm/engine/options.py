@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from replayssm.errors import InputError
-from replayssm.options import BACKENDS, MAX_DRAFT, MAX_RING_LEN, RING_DTYPES, STATE_DTYPES
+from replayssm.options import (
+    BACKENDS,
+    MAX_DRAFT,
+    MAX_RING_LEN,
+    RING_DTYPES,
+    STATE_DTYPES,
+    check_between,
+    check_one_of,
+)
 
 SPECULATE = ("ngram", "mtp")
 
@@ -71,9 +79,9 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _integer("ring_len", self.ring_len, 1, MAX_RING_LEN)
-        _one_of("state_dtype", self.state_dtype, STATE_DTYPES)
-        _one_of("ring_dtype", self.ring_dtype, RING_DTYPES)
-        _one_of("backend", self.backend, BACKENDS)
+        check_one_of("state_dtype", self.state_dtype, STATE_DTYPES)
+        check_one_of("ring_dtype", self.ring_dtype, RING_DTYPES)
+        check_one_of("backend", self.backend, BACKENDS)
         for name, least in (("max_rows", 1), ("max_context", 2), ("memory_bytes", 1)):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), least)
@@ -88,9 +96,9 @@ class EngineOptions:
         if not 0 <= self.snapshot_share < 1:
             raise InputError(f"snapshot_share is {self.snapshot_share}: it must be at least 0 and below 1")
         for name in ("prefix_cache", "replay", "batch_invariant", "fixed_draft"):
-            _one_of(name, getattr(self, name), (True, False))
+            check_one_of(name, getattr(self, name), (True, False))
         for name in ("graphs", "run_ahead"):
-            _one_of(name, getattr(self, name), ("auto", True, False))
+            check_one_of(name, getattr(self, name), ("auto", True, False))
         self._check_speculation()
         # A step has room for all rows, and for a piece of a prompt.
         piece = self.chunk_tokens if self.batch_invariant else self.page_size
@@ -104,7 +112,7 @@ class EngineOptions:
         _integer("num_draft", self.num_draft, 1, MAX_DRAFT)
         if self.speculate is None:
             return
-        _one_of("speculate", self.speculate, SPECULATE)
+        check_one_of("speculate", self.speculate, SPECULATE)
         if not self.replay:
             raise InputError("speculate was given and replay is False: drafts are rolled back by replay, choose one")
         if self.batch_invariant:
@@ -124,11 +132,4 @@ class EngineOptions:
 def _integer(name: str, value: object, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{name} is {value!r}: a whole number is wanted")
-    if value < least or (most is not None and value > most):
-        wanted = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise InputError(f"{name} is {value}: it must be {wanted}")
-
-
-def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise InputError(f"{name} is {value!r}: it must be one of {', '.join(map(str, choices))}")
+    check_between(name, value, least, most)

@@ -20,6 +20,9 @@ the last layer of a forward, :func:`advance` does, once for all layers. A verify
 after it :func:`accept`, for each layer, and :func:`commit`, once, take what was accepted of it. Both kinds of forward
 may follow each other in any order. Prefill operators take whole prompts, packed, from one state to another:
 :mod:`replayssm.ops.prefill`.
+
+``backend`` is one of :data:`BACKENDS`, or ``"auto"``: the fastest that runs where the tensors are, see
+:func:`resolve_backend`.
 """
 
 from replayssm.ops.conv import causal_conv1d_update

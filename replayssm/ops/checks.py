@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm.backends.step import State
+
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHECKPOINT_DTYPES = ACTIVATION_DTYPES
 
@@ -67,18 +69,9 @@ def check_rank(name: str, tensor: Tensor, dims: str) -> None:
         raise ValueError(f"{name} has shape {list(tensor.shape)}: {dims} is wanted")
 
 
-def check_state(
-    checkpoint: Tensor,
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    *,
-    channel: bool,
-    activation_dtype: torch.dtype | None = None,
-) -> None:
+def check_state(state: State, *, channel: bool, activation_dtype: torch.dtype | None = None) -> None:
     """Check that the state tensors fit together."""
+    checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = state
     check_rank("checkpoint", checkpoint, "[N, H_v, d_v, d_k]")
     check_rank("ring_k", ring_k, "[N, H_k, R, d_k]")
     n, h_v, d_v, d_k = checkpoint.shape
@@ -97,6 +90,20 @@ def check_state(
         raise ValueError("ring_k has R = 0 rows: a ring of at least 1 row is wanted")
     if h_k < 1 or h_v % h_k:
         raise ValueError(f"checkpoint has {h_v} value heads, ring_k {h_k} key heads: H_v must be a multiple of H_k")
+
+
+def check_conv(x: Tensor, dims: str, conv_state: Tensor, weight: Tensor, bias: Tensor | None, state_dims: str) -> None:
+    """Check a convolution's inputs ``[..., C]``, its kept inputs and its weights; ``dims`` as the caller's docs say."""
+    check_rank("x", x, dims)
+    check_rank("weight", weight, "[C, W]")
+    check_rank("conv_state", conv_state, state_dims)
+    channels, width = weight.shape
+    check_tensor("x", x, (*x.shape[:-1], channels), dims)
+    state_shape = (conv_state.shape[0], channels, width - 1)
+    check_tensor("conv_state", conv_state, state_shape, state_dims, (x.dtype,), x.device)
+    check_tensor("weight", weight, (channels, width), "[C, W]", device=x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (channels,), "[C]", device=x.device)
 
 
 def check_rows(slots: Tensor, batch: int, force_flush: Tensor | None, device: torch.device) -> None:

@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from replayssm.backends.step import ABSENT
-from replayssm.ops.checks import (
-    check_activation,
-    check_rank,
-    check_slots_on_host,
-    check_tensor,
-)
+from replayssm.ops.checks import check_activation, check_conv, check_slots_on_host, check_tensor
 from replayssm.ops.dispatch import backend_module, register
 from replayssm.ops.known import recall, remember
 
@@ -49,24 +44,11 @@ def causal_conv1d_update(
     options = ("causal_conv1d_update", backend)
     known = recall(options, tensors)
     if known is None:
-        _check(x, conv_state, weight, bias, slots)
+        check_conv(x, "[B, C]", conv_state, weight, bias, "[N, C, W-1]")
+        check_tensor("slots", slots, (x.shape[0],), "[B]", (torch.int32,), x.device)
         known = remember(options, tensors, backend)
     activation = check_activation(activation)
     return known.call(x, conv_state, weight, bias, slots, activation, known.backend)
-
-
-def _check(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor) -> None:
-    check_rank("x", x, "[B, C]")
-    check_rank("weight", weight, "[C, W]")
-    check_rank("conv_state", conv_state, "[N, C, W-1]")
-    channels, width = weight.shape
-    check_tensor("x", x, (x.shape[0], channels), "[B, C]")
-    state_shape = (conv_state.shape[0], channels, width - 1)
-    check_tensor("conv_state", conv_state, state_shape, "[N, C, W-1]", (x.dtype,), x.device)
-    check_tensor("weight", weight, (channels, width), "[C, W]", device=x.device)
-    if bias is not None:
-        check_tensor("bias", bias, (channels,), "[C]", device=x.device)
-    check_tensor("slots", slots, (x.shape[0],), "[B]", (torch.int32,), x.device)
 
 
 def _implementation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from replayssm.backends.step import ABSENT, Window
-from replayssm.ops.checks import check_activation, check_rank, check_tensor
+from replayssm.ops.checks import check_activation, check_conv, check_rank, check_tensor
 from replayssm.ops.dispatch import backend_module, register
 from replayssm.ops.known import recall, remember
 from replayssm.ops.windows import all_tokens_of, check_length, check_window, check_window_on_host
@@ -51,27 +51,19 @@ def causal_conv1d_verify(
     options = ("causal_conv1d_verify", backend)
     known = recall(options, tensors)
     if known is None:
-        _check(x, conv_state, conv_window, weight, bias)
+        check_conv(x, "[B, T, C]", conv_state, weight, bias, "[N, C, W-1]")
+        _check_room(x, conv_state, conv_window)
         check_window(slots, num_tokens, parents, x.shape[0], x.shape[1], x.device)
         known = remember(options, tensors, backend)
     rows = (slots, num_tokens, parents, check_activation(activation), known.backend)
     return known.call(x, conv_state, conv_window, weight, bias, *rows)
 
 
-def _check(x: Tensor, conv_state: Tensor, conv_window: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_rank("x", x, "[B, T, C]")
-    check_rank("weight", weight, "[C, W]")
-    check_rank("conv_state", conv_state, "[N, C, W-1]")
+def _check_room(x: Tensor, conv_state: Tensor, conv_window: Tensor) -> None:
     check_rank("conv_window", conv_window, "[N, C, T_max]")
-    batch, tokens = x.shape[:2]
-    channels, width = weight.shape
-    num_slots, room = conv_state.shape[0], conv_window.shape[2]
-    check_tensor("x", x, (batch, tokens, channels), "[B, T, C]")
-    check_tensor("conv_state", conv_state, (num_slots, channels, width - 1), "[N, C, W-1]", (x.dtype,), x.device)
-    check_tensor("conv_window", conv_window, (num_slots, channels, room), "[N, C, T_max]", (x.dtype,), x.device)
-    check_tensor("weight", weight, (channels, width), "[C, W]", device=x.device)
-    if bias is not None:
-        check_tensor("bias", bias, (channels,), "[C]", device=x.device)
+    tokens, room = x.shape[1], conv_window.shape[2]
+    window_shape = (*conv_state.shape[:2], room)
+    check_tensor("conv_window", conv_window, window_shape, "[N, C, T_max]", (x.dtype,), x.device)
     check_length(tokens)
     if tokens > room:
         raise ValueError(f"the window has T = {tokens} tokens: conv_window has room for T_max = {room}")

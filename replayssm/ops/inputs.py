@@ -6,10 +6,8 @@ import math
 
 from torch import Tensor
 
+from replayssm.backends.step import State
 from replayssm.ops.checks import ACTIVATION_DTYPES, check_rank, check_state, check_tensor
-
-#: checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 NO_LIMITS = (0.0, math.inf)  # the default of dt_limit
 UNLIMITED = (-math.inf, math.inf)  # what kernels take for it
@@ -21,7 +19,7 @@ def check_gdn(
     """Check a Gated DeltaNet layer's projections, parameters and state."""
     _check_qkv(q, k, v, state, ("q", "k", "v"), (f"[{lead}, H_k, d_k]", f"[{lead}, H_v, d_v]"))
     heads, device = v.shape[:-1], v.device
-    check_state(*state, channel=False, activation_dtype=k.dtype)
+    check_state(state, channel=False, activation_dtype=k.dtype)
     check_tensor("a", a, heads, f"[{lead}, H_v]", device=device)
     check_tensor("b", b, heads, f"[{lead}, H_v]", device=device)
     check_tensor("A_log", A_log, heads[-1:], "[H_v]", device=device)
@@ -42,17 +40,24 @@ def check_kda(
 ) -> None:
     """Check a Kimi Delta Attention layer's projections, parameters and state."""
     _check_qkv(q, k, v, state, ("q", "k", "v"), (f"[{lead}, H_k, d_k]", f"[{lead}, H_v, d_v]"))
-    heads, head_k_dim, device = k.shape[-2:-1], k.shape[-1], v.device
+    check_kda_gate(k, v, a, b, A_log, dt_bias, lower_bound, lead)
+    check_state(state, channel=True, activation_dtype=k.dtype)
+
+
+def check_kda_gate(
+    k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None, lead: str
+) -> None:
+    """Check what decays and updates of a Kimi Delta Attention layer are made of; k and v were checked."""
+    heads, device = k.shape[-2:-1], v.device
     if heads != v.shape[-2:-1]:
         raise ValueError(f"k has {heads[0]} heads, v has {v.shape[-2]}: KDA wants as many key heads as value heads")
-    check_state(*state, channel=True, activation_dtype=k.dtype)
     check_tensor("a", a, k.shape, f"[{lead}, H, d_k]", device=device)
     check_tensor("b", b, k.shape[:-1], f"[{lead}, H]", device=device)
     check_tensor("A_log", A_log, heads, "[H]", device=device)
     if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
-        check_tensor("dt_bias", dt_bias, (heads[0] * head_k_dim,), "[H * d_k]", device=device)
-        dt_bias = dt_bias.view(k.shape[-2:])
-    check_tensor("dt_bias", dt_bias, k.shape[-2:], "[H, d_k]", device=device)
+        check_tensor("dt_bias", dt_bias, (k.shape[-2] * k.shape[-1],), "[H * d_k]", device=device)
+    else:
+        check_tensor("dt_bias", dt_bias, k.shape[-2:], "[H, d_k]", device=device)
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound is {lower_bound}: a negative number, or None for the softplus gate, is wanted")
 
@@ -73,7 +78,7 @@ def check_mamba2(
     """Check a Mamba-2 layer's projections, parameters and state."""
     _check_qkv(C, B, x, state, ("C", "B", "x"), (f"[{lead}, G, N]", f"[{lead}, H, P]"))
     heads, device = x.shape[:-1], x.device
-    check_state(*state, channel=False, activation_dtype=x.dtype)
+    check_state(state, channel=False, activation_dtype=x.dtype)
     check_tensor("dt", dt, heads, f"[{lead}, H]", device=device)
     check_tensor("A", A, heads[-1:], "[H]", device=device)
     for name, tensor in (("D", D), ("dt_bias", dt_bias)):

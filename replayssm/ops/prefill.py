@@ -14,9 +14,9 @@ from torch import Tensor
 
 from replayssm.backends import fla
 from replayssm.backends.torch import prefill as torch_prefill
-from replayssm.ops.checks import ACTIVATION_DTYPES, check_activation, check_rank, check_tensor
+from replayssm.ops.checks import ACTIVATION_DTYPES, check_activation, check_conv, check_rank, check_tensor
 from replayssm.ops.dispatch import call, register, resolve_backend
-from replayssm.ops.inputs import check_dt_limit, limits
+from replayssm.ops.inputs import check_dt_limit, check_kda_gate, limits
 from replayssm.ops.layers import GATE, LAYERS, MAMBA2, scale_of
 
 _DELTA = "float beta_scale, float scale, bool qk_l2norm"
@@ -102,20 +102,10 @@ def kda_prefill(
         ValueError: a tensor has a wrong shape, dtype or device, or the sequences don't cover the tokens.
     """
     _check_sequences(("q", "k", "v"), q, k, v, initial_state, cu_seqlens)
-    heads = k.shape[1:2]
-    if heads != v.shape[1:2]:
-        raise ValueError(f"k has {heads[0]} heads, v has {v.shape[1]}: KDA wants as many key heads as value heads")
-    check_tensor("a", a, k.shape, "[total, H, d_k]", device=v.device)
-    _check_heads((("b", b),), (("A_log", A_log),), v)
-    if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
-        check_tensor("dt_bias", dt_bias, (k.shape[1] * k.shape[2],), "[H * d_k]", device=v.device)
-        dt_bias = dt_bias.view(k.shape[1:])
-    check_tensor("dt_bias", dt_bias, k.shape[1:], "[H, d_k]", device=v.device)
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound is {lower_bound}: a negative number, or None for the softplus gate, is wanted")
+    check_kda_gate(k, v, a, b, A_log, dt_bias, lower_bound, "total")
     numbers = (beta_scale, scale_of(q, scale), qk_l2norm)
     ends = (initial_state, cu_seqlens, resolve_backend(backend, v.device))
-    return call("kda_prefill", q, k, v, a, b, A_log, dt_bias, lower_bound, *numbers, *ends)
+    return call("kda_prefill", q, k, v, a, b, A_log, dt_bias.view(k.shape[1:]), lower_bound, *numbers, *ends)
 
 
 def mamba2_prefill(
@@ -187,17 +177,8 @@ def causal_conv1d_prefill(
     Raises:
         ValueError: a tensor has a wrong shape, dtype or device, or the activation is unknown.
     """
-    check_rank("x", x, "[total, C]")
-    check_rank("weight", weight, "[C, W]")
-    check_rank("conv_state", conv_state, "[S, C, W-1]")
-    channels, width = weight.shape
-    sequences = conv_state.shape[0]
-    check_tensor("x", x, (x.shape[0], channels), "[total, C]")
-    check_tensor("conv_state", conv_state, (sequences, channels, width - 1), "[S, C, W-1]", (x.dtype,), x.device)
-    check_tensor("weight", weight, (channels, width), "[C, W]", device=x.device)
-    if bias is not None:
-        check_tensor("bias", bias, (channels,), "[C]", device=x.device)
-    _check_cuts(cu_seqlens, sequences, x)
+    check_conv(x, "[total, C]", conv_state, weight, bias, "[S, C, W-1]")
+    _check_cuts(cu_seqlens, conv_state.shape[0], x)
     activation = check_activation(activation)
     rest = (cu_seqlens, activation, resolve_backend(backend, x.device))
     return call("causal_conv1d_prefill", x, conv_state, weight, bias, *rest)

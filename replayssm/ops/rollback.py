@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from replayssm.backends.step import ABSENT
+from replayssm.backends.step import ABSENT, Accepted
 from replayssm.ops.checks import check_count, check_rank, check_tensor
 from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 from replayssm.ops.known import recall, remember
@@ -144,38 +146,23 @@ def _check_conv(conv_state: Tensor | None, conv_window: Tensor | None, num_slots
     check_tensor("conv_window", conv_window, window_shape, "[N, C, T_max]", (conv_state.dtype,), device)
 
 
-def _accept(
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    conv_state: Tensor | None,
-    conv_window: Tensor | None,
-    write_pos: Tensor,
-    slots: Tensor,
-    num_tokens: Tensor,
-    num_accepted: Tensor,
-    path: Tensor | None,
-    backend: str,
-) -> None:
-    longest = min(t.shape[at] for t, at in ((ring_u, 2), (conv_window, 2), (path, 1)) if t is not None)
-    check_accepted_on_host(slots, write_pos.shape[0], num_tokens, num_accepted, path, longest)
-    rings, conv = (ring_u, ring_k, ring_g), (conv_state, conv_window)
-    backend_module(backend).accept(*rings, *conv, write_pos, slots, num_tokens, num_accepted, path)
+def _accept(*args: Any) -> None:
+    *rings, conv_state, conv_window, write_pos, slots, num_tokens, num_accepted, path, backend = args
+    accepted = Accepted(slots, num_tokens, num_accepted, path)
+    longest: int = rings[0].shape[2]
+    if conv_window is not None:
+        longest = min(longest, conv_window.shape[2])
+    if path is not None:
+        longest = min(longest, path.shape[1])
+    check_accepted_on_host(accepted, write_pos.shape[0], longest)
+    backend_module(backend).accept(tuple(rings), (conv_state, conv_window), write_pos, accepted)
 
 
-def _commit(
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    counters: Tensor | None,
-    slots: Tensor,
-    num_tokens: Tensor,
-    num_accepted: Tensor,
-    ring_rows: int,
-    backend: str,
-) -> None:
-    check_accepted_on_host(slots, write_pos.shape[0], num_tokens, num_accepted, None, ring_rows)
-    run = backend_module(backend).commit
-    run(write_pos, checkpoint_slot, counters, slots, num_tokens, num_accepted, ring_rows)
+def _commit(*args: Any) -> None:
+    write_pos, checkpoint_slot, counters, slots, num_tokens, num_accepted, ring_rows, backend = args
+    accepted = Accepted(slots, num_tokens, num_accepted)
+    check_accepted_on_host(accepted, write_pos.shape[0], ring_rows)
+    backend_module(backend).commit(write_pos, checkpoint_slot, counters, accepted, ring_rows)
 
 
 register(

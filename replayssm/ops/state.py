@@ -35,15 +35,16 @@ def read_state(
     Args:
         checkpoint ... checkpoint_slot: see :mod:`replayssm.ops`.
         slots: ``[M]`` int32, none negative.
+        backend: see :mod:`replayssm.ops`.
 
     Returns:
         float32 ``[M, H_v, d_v, d_k]``.
 
     Raises:
-        ValueError: a tensor has a wrong shape, dtype or device.
+        ValueError: a tensor has a wrong shape, dtype or device, or on a CPU a slot is out of range.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    check_state(*state, channel=has_channel_gate(ring_g))
+    check_state(state, channel=has_channel_gate(ring_g))
     check_rank("slots", slots, "[M]")
     check_tensor("slots", slots, (slots.numel(),), "[M]", (torch.int32,), checkpoint.device)
     return call("read_state", *state, slots, resolve_backend(backend, checkpoint.device))
@@ -69,12 +70,13 @@ def materialize(
     Args:
         checkpoint ... checkpoint_slot: see :mod:`replayssm.ops`.
         src, dst: ``[M]`` int32, none negative; no slot twice in dst. A slot in both is read before it is written.
+        backend: see :mod:`replayssm.ops`.
 
     Raises:
-        ValueError: a tensor has a wrong shape, dtype or device, or a slot is out of range.
+        ValueError: a tensor has a wrong shape, dtype or device, or on a CPU a slot is out of range or twice in dst.
     """
     state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    check_state(*state, channel=has_channel_gate(ring_g))
+    check_state(state, channel=has_channel_gate(ring_g))
     check_rank("src", src, "[M]")
     check_tensor("src", src, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
     check_tensor("dst", dst, (src.numel(),), "[M]", (torch.int32,), checkpoint.device)
@@ -102,9 +104,10 @@ def advance(
         flush_period: L.
         force_flush: ``[B]`` bool or int32, or None.
         counters: int64 ``[N, 3]`` or None; steps, flushes and records read are added.
+        backend: see :mod:`replayssm.ops`.
 
     Raises:
-        ValueError: a tensor has a wrong shape, dtype or device.
+        ValueError: a tensor has a wrong shape, dtype or device, or flush_period is no whole number above 0.
     """
     forced = ABSENT[3] if force_flush is None else force_flush
     tensors = (write_pos, checkpoint_slot, slots, forced, ABSENT[4] if counters is None else counters)
@@ -141,7 +144,7 @@ def has_channel_gate(ring_g: Tensor) -> bool:
 def _read_state(*args: Any) -> Tensor:
     *state, slots, backend = args
     check_folded_slots("slots", slots, state[0].shape[0])
-    return backend_module(backend).read_state(*state, slots)
+    return backend_module(backend).read_state(tuple(state), slots)
 
 
 def _materialize(*args: Any) -> None:
@@ -149,7 +152,11 @@ def _materialize(*args: Any) -> None:
     check_folded_slots("src", src, state[0].shape[0])
     check_folded_slots("dst", dst, state[0].shape[0])
     check_slots_on_host(dst, state[0].shape[0], "dst")
-    backend_module(backend).materialize(*state, src, dst)
+    checkpoint, run = state[0], backend_module(backend)
+    if src.numel() == 1:
+        run.materialize(tuple(state), src, dst)
+    else:  # a target may be a source, too, and is read before it is written
+        checkpoint[dst.long()] = run.read_state(tuple(state), src).to(checkpoint.dtype)
 
 
 def _advance(

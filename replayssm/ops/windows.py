@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm.backends.step import Accepted
 from replayssm.ops.checks import check_slots_on_host, check_tensor
 
 #: The longest window, in tokens.
@@ -59,22 +60,21 @@ def check_window_on_host(
                 )
 
 
-def check_accepted_on_host(
-    slots: Tensor, num_slots: int, num_tokens: Tensor, num_accepted: Tensor, path: Tensor | None, longest: int
-) -> None:
+def check_accepted_on_host(accepted: Accepted, num_slots: int, longest: int) -> None:
     """Where they can be read without waiting for a device: as many accepted as there are, along a path."""
+    slots, num_tokens, num_accepted, path = accepted
     check_window_on_host(slots, num_slots, num_tokens, None, longest)
     if slots.device.type != "cpu":
         return
-    live, counts, taken = slots.tolist(), num_tokens.tolist(), num_accepted.tolist()
-    for row, (slot, count, accepted) in enumerate(zip(live, counts, taken, strict=True)):
-        if slot >= 0 and not 0 <= accepted <= count:
-            raise ValueError(f"num_accepted[{row}] is {accepted}: a number from 0 to num_tokens = {count} is wanted")
+    live, counts, lengths = slots.tolist(), num_tokens.tolist(), num_accepted.tolist()
+    for row, (slot, count, length) in enumerate(zip(live, counts, lengths, strict=True)):
+        if slot >= 0 and not 0 <= length <= count:
+            raise ValueError(f"num_accepted[{row}] is {length}: a number from 0 to num_tokens = {count} is wanted")
     if path is None:
         return
-    for row, (slot, count, accepted, nodes) in enumerate(zip(live, counts, taken, path.tolist(), strict=True)):
+    for row, (slot, count, length, nodes) in enumerate(zip(live, counts, lengths, path.tolist(), strict=True)):
         before = -1
-        for i, node in enumerate(nodes[:accepted] if slot >= 0 else ()):
+        for i, node in enumerate(nodes[:length] if slot >= 0 else ()):
             if not before < node < count:
                 raise ValueError(
                     f"path[{row}, {i}] is {node}: a token from {before + 1} to {count - 1} is wanted, "

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from replayssm.errors import InputError
+from replayssm.options import check_between, check_one_of
 
 LOG_FORMATS = ("text", "json")
 MAX_REQUESTS = 4096  # more than one process answers at once; each may hold a body in memory
@@ -47,17 +48,16 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.host:
             raise InputError("host is empty: an address or a name is wanted, 127.0.0.1 for this machine alone")
-        _between("port", self.port, 0, 65535)
-        _between("max-body", self.max_body_bytes, 1, 1 << 30)
-        _between("max-requests", self.max_requests, 1, MAX_REQUESTS)
-        _between("default-max-tokens", self.default_max_tokens, 1)
+        check_between("port", self.port, 0, 65535)
+        check_between("max-body", self.max_body_bytes, 1, 1 << 30)
+        check_between("max-requests", self.max_requests, 1, MAX_REQUESTS)
+        check_between("default-max-tokens", self.default_max_tokens, 1)
         if self.max_tokens is not None:
-            _between("max-tokens", self.max_tokens, 1)
+            check_between("max-tokens", self.max_tokens, 1)
         _seconds("body-seconds", self.body_seconds)
         _seconds("request-seconds", self.request_seconds)
         _seconds("drain-seconds", self.drain_seconds, zero=True)
-        if self.log_format not in LOG_FORMATS:
-            raise InputError(f"log-format is {self.log_format!r}: it must be one of {', '.join(LOG_FORMATS)}")
+        check_one_of("log-format", self.log_format, LOG_FORMATS)
         if self.served_name is not None and not self.served_name.strip():
             raise InputError("served-name is empty: the name that requests give as model is wanted")
         for key in self.api_keys:
@@ -73,12 +73,6 @@ class ServerOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
-
-
-def _between(name: str, value: int, least: int, most: int | None = None) -> None:
-    if value < least or (most is not None and value > most):
-        wanted = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise InputError(f"{name} is {value}: it must be {wanted}")
 
 
 def _seconds(name: str, value: float, *, zero: bool = False) -> None:

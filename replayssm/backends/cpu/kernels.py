@@ -34,8 +34,6 @@ def decode_step(layer: Layer, rules: Rules, step: Step) -> Tensor:
     v, out = layer.v, step.out
     if out is None or out.dtype != v.dtype:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        if not step.zero_padding:
-            out.zero_()
     if not out.numel():
         return out
     num_slots, h_v, d_v, d_k = step.checkpoint.shape

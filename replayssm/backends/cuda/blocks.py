@@ -117,7 +117,7 @@ def choose(
 def choose_fold(
     shape: Shape, keys: torch.dtype, batch_rows: int, multiprocessors: int, shared_limit: int
 ) -> Block | None:
-    """The block that folds so many rows of states, or None: its tile has 32 KiB at most, and it takes no other."""
+    """The block that folds so many rows of states, or None. It takes one item: a tile of 32 KiB at most."""
     few = min(batch_rows, FEW_ROWS * multiprocessors)
     block = choose(shape, keys, few, multiprocessors, shared_limit)
     return block and replace(block, registers=FOLD_REGISTERS, resident=0, eager=False)

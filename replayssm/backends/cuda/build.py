@@ -18,8 +18,9 @@ from pathlib import Path
 from replayssm.backends.cpu.build import BuildError
 from replayssm.folders import cache_folder
 
+# The files of each kernel, in the order in which they are put together.
 COMMON = ("device.cuh", "rules.cuh", "layer.cuh")
-SOURCES = (*COMMON, "config.cuh", "gates.cuh", "items.cuh", "products.cuh", "flush.cuh", "decode.cu")
+DECODE = (*COMMON, "config.cuh", "gates.cuh", "items.cuh", "products.cuh", "flush.cuh", "decode.cu")
 FOLD = (*COMMON, "config.cuh", "gates.cuh", "items.cuh", "flush.cuh", "state.cu")
 VERIFY = (*COMMON, "window.cuh", "window_gates.cuh", "window_products.cuh", "fold.cuh", "verify.cu")
 STANDARD = "c++17"
@@ -30,7 +31,7 @@ __all__ = ["BuildError", "compile_source", "machine_code", "missing_package", "s
 
 
 @cache
-def source(files: tuple[str, ...] = SOURCES) -> str:
+def source(files: tuple[str, ...] = DECODE) -> str:
     """A kernel's source, as one text: what the compiler gets."""
     folder = Path(__file__).parent
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in files)
@@ -45,7 +46,7 @@ def missing_package() -> str | None:
     return None if found else "cuda-core is not installed, which compiles its kernels"
 
 
-def machine_code(macros: dict[str, str], architecture: str, files: tuple[str, ...] = SOURCES) -> bytes:
+def machine_code(macros: dict[str, str], architecture: str, files: tuple[str, ...] = DECODE) -> bytes:
     """A kernel as a cubin, from the cache or from the compiler.
 
     Args:
@@ -73,7 +74,7 @@ def machine_code(macros: dict[str, str], architecture: str, files: tuple[str, ..
     return code
 
 
-def fingerprint(macros: dict[str, str], architecture: str, files: tuple[str, ...] = SOURCES) -> str:
+def fingerprint(macros: dict[str, str], architecture: str, files: tuple[str, ...] = DECODE) -> str:
     """A hash of what the machine code depends on."""
     parts = [source(files), STANDARD, architecture, *(f"{name}={value}" for name, value in sorted(macros.items()))]
     digest = hashlib.sha256()
@@ -83,7 +84,7 @@ def fingerprint(macros: dict[str, str], architecture: str, files: tuple[str, ...
     return digest.hexdigest()[:20]
 
 
-def compile_source(macros: dict[str, str], architecture: str, files: tuple[str, ...] = SOURCES) -> bytes:
+def compile_source(macros: dict[str, str], architecture: str, files: tuple[str, ...] = DECODE) -> bytes:
     """Compile with NVRTC.
 
     Raises:

@@ -58,8 +58,6 @@ def decode_step(layer: Layer, rules: Rules, step: Step) -> Tensor:
     v, out = layer.v, step.out
     if out is None or out.dtype != v.dtype:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        if not step.zero_padding:
-            out.zero_()
     plan = _plan(layer, rules, step)
     used = (*layer, out, *step[:7], step.force_flush)
     addresses = [0 if x is None else x.data_ptr() for x in used]

@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes, of the bulk copies and vectors
 FLAG_BYTES = {None: 0, torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4}  # of a flag in force_flush
 _LARGEST_STRIDE = 2**31 - 1
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", None: "none"}
-_FILES = {"replayssm_decode": build.SOURCES, "replayssm_fold": build.FOLD, "replayssm_verify": build.VERIFY}
+_FILES = {"replayssm_decode": build.DECODE, "replayssm_fold": build.FOLD, "replayssm_verify": build.VERIFY}
 
 Run = Callable[..., Tensor]
 OUT = 9  # the output's place among the addresses, behind a layer's tensors

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from replayssm.backends.cuda import blocks, decode, launch
 from replayssm.backends.cuda.launch import Plan
+from replayssm.backends.step import State
 
 # As `Params` in config.cuh: output, checkpoint and rings, cursors, slots and, where a window has its lengths, targets;
 # then the strides of slots. The rest is a token's.
@@ -20,43 +21,22 @@ _PARAMS = Struct(f"@72x9Q16x{_REST.size}s")
 _plans: dict[Any, Plan] = {}
 
 
-def read_state(
-    checkpoint: Tensor,
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    slots: Tensor,
-) -> Tensor:
+def read_state(state: State, slots: Tensor) -> Tensor:
     """See :func:`replayssm.ops.read_state`."""
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    out = torch.empty((slots.numel(), *checkpoint.shape[1:]), dtype=torch.float32, device=checkpoint.device)
+    out = torch.empty((slots.numel(), *state[0].shape[1:]), dtype=torch.float32, device=slots.device)
     if _fold(state, slots, None, out):
         return out
-    found: Tensor = launch.triton().read_state(*state, slots)
+    found: Tensor = launch.triton().read_state(state, slots)
     return found
 
 
-def materialize(
-    checkpoint: Tensor,
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    src: Tensor,
-    dst: Tensor,
-) -> None:
-    """See :func:`replayssm.ops.materialize`."""
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    if src.numel() != 1:  # a target may be read as a source in the same call
-        checkpoint[dst.long()] = read_state(*state, src).to(checkpoint.dtype)
-    elif not _fold(state, src, dst, checkpoint):
-        launch.triton().materialize(*state, src, dst)
+def materialize(state: State, src: Tensor, dst: Tensor) -> None:
+    """See :func:`replayssm.ops.materialize`; of one slot."""
+    if not _fold(state, src, dst, state[0]):
+        launch.triton().materialize(state, src, dst)
 
 
-def _fold(state: tuple[Tensor, ...], slots: Tensor, targets: Tensor | None, out: Tensor) -> bool:
+def _fold(state: State, slots: Tensor, targets: Tensor | None, out: Tensor) -> bool:
     """Whether the kernel takes these tensors; then it has been launched."""
     plan = _plan(state, slots, targets)
     used = (out, *state, slots, targets)
@@ -68,7 +48,7 @@ def _fold(state: tuple[Tensor, ...], slots: Tensor, targets: Tensor | None, out:
     return True
 
 
-def _plan(state: tuple[Tensor, ...], slots: Tensor, targets: Tensor | None) -> Plan:
+def _plan(state: State, slots: Tensor, targets: Tensor | None) -> Plan:
     checkpoint, ring_u, ring_k = state[:3]
     tensors = launch.looks_of(*state, slots, targets)
     look = (slots.shape, checkpoint.shape[1:], checkpoint.device, ring_u.shape, ring_k.shape, *tensors)
@@ -78,10 +58,10 @@ def _plan(state: tuple[Tensor, ...], slots: Tensor, targets: Tensor | None) -> P
     return plan
 
 
-def _make_plan(state: tuple[Tensor, ...], slots: Tensor, targets: Tensor | None) -> Plan:
+def _make_plan(state: State, slots: Tensor, targets: Tensor | None) -> Plan:
     checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = state
-    shape = launch.shape_of_state(ring_g.dim() == 4, True, checkpoint, ring_u, ring_k)
-    shape = replace(shape, window=True)
+    # A variant of the windows of one token, whose shared memory it has.
+    shape = replace(launch.shape_of_state(ring_g.dim() == 4, True, checkpoint, ring_u, ring_k), window=True)
     strides = tuple(x.stride(0) for x in state[:4])
     whole = (write_pos, checkpoint_slot, slots, *([] if targets is None else [targets]))
     missing = launch.unsupported_state(state[:4], whole, strides, shape.channel) or shape.unsupported()

@@ -22,7 +22,21 @@ from torch import Tensor
 
 from replayssm.backends.step import Step
 from replayssm.backends.torch.rows import Rows
-from replayssm.recurrence import Rule
+
+
+class Terms(NamedTuple):
+    """What one token of each row brings to the recurrence; of a window's, every shape has T behind B."""
+
+    x: Tensor  # fp32 [B, H_k, C, d_k], the columns q and, for the delta rule, k; both normalised
+    k: Tensor  # [B, H_k, d_k], as the ring keeps it
+    v: Tensor  # fp32 [B, H_v, d_v]; for the additive rule the update u itself
+    g: Tensor  # fp32 log decay, [B, H_v] or [B, H_v, d_k]
+    beta: Tensor | None = None  # fp32 [B, H_v]; None: the additive rule
+    k_norm: Tensor | None = None  # fp32 [B, H_k], the factor between the raw and the normalised k; None: 1
+
+    def pick(self, rows: list[int]) -> Terms:
+        """The same of some rows."""
+        return Terms(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
 
 class Inputs(NamedTuple):
@@ -42,42 +56,26 @@ class Ring(NamedTuple):
     live: Tensor  # bool [B or 1, R], False at and past the cursor
 
 
-def decode(
-    rule: Rule,
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    k_norm: Tensor | None,
-    step: Step,
-    inputs: Inputs | None = None,
-) -> Tensor:
+def decode(terms: Terms, step: Step, inputs: Inputs | None = None) -> Tensor:
     """Advance each row by one token, without moving its cursor.
 
     Args:
-        rule: ``"delta"`` or ``"additive"``.
-        x: fp32 ``[B, H_k, C, d_k]``, the columns q and, for the delta rule, k; both normalised.
-        k: ``[B, H_k, d_k]``, as the ring keeps it.
-        v: fp32 ``[B, H_v, d_v]``; for the additive rule the update u itself.
-        g: fp32 log decay, ``[B, H_v]`` or ``[B, H_v, d_k]``.
-        beta: fp32 ``[B, H_v]``, or None for the additive rule.
-        k_norm: fp32 ``[B, H_k]``, the factor between the raw and the normalised k; None for 1.
+        terms: of the token.
         step: state, slots and flush rule.
         inputs: what the ring keeps in place of u and g, or None.
 
     Returns:
         fp32 ``[B, H_v, d_v]``; zero in padding rows.
     """
+    x, k, v, g, beta, k_norm = terms
     slots = step.slots.tolist()
     live = [i for i, slot in enumerate(slots) if slot >= 0]
     if len(live) < len(slots):
         out = v.new_zeros(v.shape)
         if live:
-            beta, k_norm = (None if t is None else t[live] for t in (beta, k_norm))
             if inputs is not None:
                 inputs = Inputs(inputs.x[live], inputs.delta[live], inputs.rate)
-            out[live] = decode(rule, x[live], k[live], v[live], g[live], beta, k_norm, step.pick(live), inputs)
+            out[live] = decode(terms.pick(live), step.pick(live), inputs)
         return out
     if not slots:
         return v.new_zeros(v.shape)
@@ -101,8 +99,7 @@ def decode(
     sx = product_with_state(x, state, decays, ring, num_k_heads)
 
     u = v.reshape(pairs, group, head_v_dim)
-    if rule == "delta":
-        assert beta is not None
+    if beta is not None:
         sq, sk = sx.unbind(2)
         u = (u - sk) * beta.reshape(pairs, group, 1)
         kq = (x[:, :1] * x[:, 1:]).sum(-1, keepdim=True)

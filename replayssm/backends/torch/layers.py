@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replayssm.backends.step import Layer, Rules, Step, Window
-from replayssm.backends.torch.decode import Inputs
+from replayssm.backends.torch.decode import Inputs, Terms
 from replayssm.backends.torch.decode import decode as one_token
 from replayssm.backends.torch.verify import used_rows, verify
 from replayssm.recurrence import gdn_log_decay, inverse_norm, kda_log_decay, mamba2_time_step, sigmoid, silu
@@ -65,14 +65,14 @@ def _delta_rule(
         k_norm = norm[..., 1]
         if normalised_records:
             k, k_norm = x[..., 1, :], None
-    y = recur("delta", x, k, v.float(), g, beta, k_norm)
+    y = recur(Terms(x, k, v.float(), g, beta, k_norm))
     return y.mul_(rules.scale).to(v.dtype)
 
 
 def _additive_rule(layer: Layer, delta: Tensor, rate: Tensor, recur: Callable[..., Tensor]) -> Tensor:
     """In float32; Δ and A are the caller's, who may store them."""
     x = layer.v.float()
-    y = recur("additive", layer.q.float().unsqueeze(-2), layer.k, delta.unsqueeze(-1) * x, delta * rate, None, None)
+    y = recur(Terms(layer.q.float().unsqueeze(-2), layer.k, delta.unsqueeze(-1) * x, delta * rate))
     return skip_and_gate(y, x, layer.D, layer.z)
 
 

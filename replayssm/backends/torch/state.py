@@ -5,48 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from replayssm.backends.step import State
 from replayssm.backends.torch.decode import decays_with_token, flushing_rows, fold_rows, read_ring
 from replayssm.backends.torch.rows import Rows
 
 
-def read_state(
-    checkpoint: Tensor,
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    slots: Tensor,
-) -> Tensor:
+def read_state(state: State, slots: Tensor) -> Tensor:
     """See :func:`replayssm.ops.read_state`."""
+    checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = state
     host = slots.tolist()
     if not host:
         return checkpoint.new_zeros((0, *checkpoint.shape[1:]), dtype=torch.float32)
     rows = Rows(host, checkpoint.device)
     cursors = rows.read(write_pos).tolist()
-    state = Rows(rows.read(checkpoint_slot).tolist(), checkpoint.device).read(checkpoint)
+    committed = Rows(rows.read(checkpoint_slot).tolist(), checkpoint.device).read(checkpoint)
     if not any(cursors):
-        return state.to(torch.float32, copy=True)
+        return committed.to(torch.float32, copy=True)
     ring = read_ring(rows, cursors, ring_u, ring_k, ring_g)
     none = torch.zeros_like(ring.g[:, :, 0])  # there is no token after the records
-    return fold_rows(state.float(), decays_with_token(ring.g, none), ring)
+    return fold_rows(committed.float(), decays_with_token(ring.g, none), ring)
 
 
-def materialize(
-    checkpoint: Tensor,
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    src: Tensor,
-    dst: Tensor,
-) -> None:
-    """See :func:`replayssm.ops.materialize`."""
-    if not src.numel():
-        return
-    folded = read_state(checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot, src)
-    Rows(dst.tolist(), checkpoint.device).write(checkpoint, folded)
+def materialize(state: State, src: Tensor, dst: Tensor) -> None:
+    """See :func:`replayssm.ops.materialize`; of one slot."""
+    Rows(dst.tolist(), dst.device).write(state[0], read_state(state, src))
 
 
 def advance(

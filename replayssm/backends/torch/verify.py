@@ -24,6 +24,7 @@ from torch import Tensor
 
 from replayssm.backends.step import Step, Window
 from replayssm.backends.torch.decode import (
+    Terms,
     decays_with_token,
     fold_rows,
     product_with_state,
@@ -32,36 +33,20 @@ from replayssm.backends.torch.decode import (
     storable,
 )
 from replayssm.backends.torch.rows import Rows
-from replayssm.recurrence import Rule
 
 
-def verify(
-    rule: Rule,
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    k_norm: Tensor | None,
-    step: Step,
-    window: Window,
-) -> Tensor:
+def verify(terms: Terms, step: Step, window: Window) -> Tensor:
     """Run a window of tokens for rows that each use some, without moving a cursor.
 
     Args:
-        rule: ``"delta"`` or ``"additive"``.
-        x: fp32 ``[B, T, H_k, C, d_k]``, the columns q and, for the delta rule, k; both normalised.
-        k: ``[B, T, H_k, d_k]``, as the ring keeps it.
-        v: fp32 ``[B, T, H_v, d_v]``; for the additive rule the update u itself.
-        g: fp32 log decay, ``[B, T, H_v]`` or ``[B, T, H_v, d_k]``.
-        beta: fp32 ``[B, T, H_v]``, or None for the additive rule.
-        k_norm: fp32 ``[B, T, H_k]``, the factor between the raw and the normalised k; None for 1.
+        terms: of the window, ``[B, T, ...]``.
         step: state and slots.
         window: lengths and parents.
 
     Returns:
         fp32 ``[B, T, H_v, d_v]``.
     """
+    x, k, v, g, beta, k_norm = terms
     rows = Rows(step.slots.tolist(), x.device)
     cursors, state = read_checkpoint(rows, step)
     ring = read_ring(rows, cursors, step.ring_u, step.ring_k, step.ring_g) if any(cursors) else None
@@ -79,7 +64,7 @@ def verify(
     decayed = x * total.unsqueeze(3) if channel else x
     sx = product_with_state(decayed.reshape(pairs, tokens * columns, head_k_dim), state, decays, ring, num_k_heads)
     sx = sx.view(pairs, group, tokens, columns, head_v_dim)
-    keys = (x[..., 1, :] if rule == "delta" else k.transpose(1, 2).float()).reshape(pairs, 1, tokens, head_k_dim)
+    keys = (x[..., 1, :] if beta is not None else k.transpose(1, 2).float()).reshape(pairs, 1, tokens, head_k_dim)
     if channel:
         keys = (keys * between.flatten(0, 1)).flatten(0, 1)  # [pairs·T, T, d_k], the decays of each token's path
         scores = torch.bmm(x.reshape(-1, columns, head_k_dim), keys.mT).view(pairs, 1, tokens, columns, tokens)
@@ -91,8 +76,7 @@ def verify(
     scores = torch.where(path[:, None, :, None], scores, 0)
 
     u = v.transpose(1, 2).reshape(pairs * group, tokens, head_v_dim)
-    if rule == "delta":
-        assert beta is not None
+    if beta is not None:
         rate = beta.transpose(1, 2).reshape(pairs * group, tokens, 1)
         u = (u - sx[..., 1, :].flatten(0, 1)).mul_(rate)
         u = solved(u, scores[..., 1, :].flatten(0, 1) * rate)

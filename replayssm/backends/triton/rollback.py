@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.backends.step import Accepted, Conv, Rings
 from replayssm.backends.triton.decode import check_dense
 
 BLOCK_T = 16
@@ -87,27 +88,18 @@ def _shift_kernel(
         tl.store(state_at + (place - accepted) * state_column, value, mask=inside)
 
 
-def accept(
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    conv_state: Tensor | None,
-    conv_window: Tensor | None,
-    write_pos: Tensor,
-    slots: Tensor,
-    num_tokens: Tensor,
-    num_accepted: Tensor,
-    path: Tensor | None,
-) -> None:
+def accept(rings: Rings, conv: Conv, write_pos: Tensor, accepted: Accepted) -> None:
     """See :func:`replayssm.ops.accept`."""
-    batch = slots.numel()
+    batch = accepted.slots.numel()
     if not batch:
         return
+    ring_u, ring_k, ring_g = rings
     check_dense(ring_u=ring_u, ring_k=ring_k, ring_g=ring_g)
-    slots, num_tokens, num_accepted = (t.contiguous() for t in (slots, num_tokens, num_accepted))
+    slots, num_tokens, num_accepted = (t.contiguous() for t in accepted[:3])
+    path, (conv_state, conv_window) = accepted.path, conv
     if path is not None:
         path = path if path.stride(1) == 1 else path.contiguous()
-        for ring in (ring_u, ring_k, ring_g):
+        for ring in rings:
             width = ring.shape[3] if ring.dim() == 4 else 1
             _move_kernel[(batch, ring.shape[1])](
                 ring,
@@ -175,20 +167,14 @@ def _commit_kernel(
 
 
 def commit(
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    counters: Tensor | None,
-    slots: Tensor,
-    num_tokens: Tensor,
-    num_accepted: Tensor,
-    ring_rows: int,
+    write_pos: Tensor, checkpoint_slot: Tensor, counters: Tensor | None, accepted: Accepted, ring_rows: int
 ) -> None:
     """See :func:`replayssm.ops.commit`."""
-    batch = slots.numel()
+    batch = accepted.slots.numel()
     if not batch:
         return
     check_dense(write_pos=write_pos[None], checkpoint_slot=checkpoint_slot[None])
-    slots, num_tokens, num_accepted = (t.contiguous() for t in (slots, num_tokens, num_accepted))
+    slots, num_tokens, num_accepted = (t.contiguous() for t in accepted[:3])
     block = 128
     _commit_kernel[(triton.cdiv(batch, block),)](
         write_pos,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replayssm.backends.step import State
 from replayssm.backends.triton.decode import check_dense, fuses
 
 
@@ -84,7 +85,7 @@ def fold_tile(head_v_dim: int, head_k_dim: int) -> tuple[int, int, int]:
     return min(rows, 16), columns, max(1, columns // 128)
 
 
-def _fold(state: tuple[Tensor, ...], src: Tensor, dst: Tensor | None, out: Tensor) -> None:
+def _fold(state: State, src: Tensor, dst: Tensor | None, out: Tensor) -> None:
     checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot = state
     _, num_v_heads, head_v_dim, head_k_dim = checkpoint.shape
     block_v, block_k, num_warps = fold_tile(head_v_dim, head_k_dim)
@@ -113,37 +114,16 @@ def _fold(state: tuple[Tensor, ...], src: Tensor, dst: Tensor | None, out: Tenso
     )
 
 
-def read_state(
-    checkpoint: Tensor,
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    slots: Tensor,
-) -> Tensor:
+def read_state(state: State, slots: Tensor) -> Tensor:
     """See :func:`replayssm.ops.read_state`."""
-    out = torch.empty((slots.numel(), *checkpoint.shape[1:]), dtype=torch.float32, device=checkpoint.device)
-    _fold((checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot), slots, None, out)
+    out = torch.empty((slots.numel(), *state[0].shape[1:]), dtype=torch.float32, device=slots.device)
+    _fold(state, slots, None, out)
     return out
 
 
-def materialize(
-    checkpoint: Tensor,
-    ring_u: Tensor,
-    ring_k: Tensor,
-    ring_g: Tensor,
-    write_pos: Tensor,
-    checkpoint_slot: Tensor,
-    src: Tensor,
-    dst: Tensor,
-) -> None:
-    """See :func:`replayssm.ops.materialize`."""
-    state = (checkpoint, ring_u, ring_k, ring_g, write_pos, checkpoint_slot)
-    if src.numel() == 1:
-        _fold(state, src, dst, checkpoint)
-    else:  # a target may be read as a source in the same call
-        checkpoint[dst.long()] = read_state(*state, src).to(checkpoint.dtype)
+def materialize(state: State, src: Tensor, dst: Tensor) -> None:
+    """See :func:`replayssm.ops.materialize`; of one slot."""
+    _fold(state, src, dst, state[0])
 
 
 @triton.jit
