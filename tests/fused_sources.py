@@ -42,7 +42,7 @@ def fused_kernels() -> dict[str, Described]:
     types |= dict.fromkeys(("tokens_ptr", "positions_ptr", "places_ptr", "ids_ptr"), "*i64")
     constants = {"PAGE": 16, "GIVEN": True, "HAS_PAGES": True, "BLOCK": 4}
     found["fused window"] = window._window_kernel, types, constants, 1
-    types = dict.fromkeys(("logits", "numbers", "edit_values", "maxima"), "*fp32")
+    types = dict.fromkeys(("logits", "scores", "numbers", "edit_values", "maxima"), "*fp32")
     types |= dict.fromkeys(("positions", "rows", "integers", "hashes", "seen", "edit_ends", "masks"), "*i32")
     types |= dict.fromkeys(("tokens", "edit_tokens"), "*i64")
     found["fused draw"] = draw._draw_kernel, types, {"BLOCK": draw.BLOCK}, draw.WARPS
