@@ -145,6 +145,13 @@ def test_a_constraint_that_turns_out_too_large_is_the_requests_fault_and_not_ask
     assert server.engine.stats().prompt_tokens == asked + 1
 
 
+@pytest.mark.parametrize("token", [-1, 300, 2**40])
+def test_a_token_id_that_is_none_of_the_models_is_named_with_the_prompt(client, token):
+    with pytest.raises(openai.BadRequestError, match=f"token id {token}: the model's are from 0 to") as caught:
+        complete(client, prompt=[1, token])
+    assert caught.value.param == "prompt"
+
+
 def test_logprobs_are_those_of_the_text(client):
     got = complete(client, logprobs=3, max_tokens=8)
     told = got.choices[0].logprobs

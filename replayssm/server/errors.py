@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from replayssm.errors import InputError, one_line
 
-FIELDS = {"json_schema": "response_format"}  # what requests give by another name than the engine's
+FIELDS = {"json_schema": "response_format", "prompt": "prompt"}  # of requests, for what the engine's messages name
 CONSTRAINTS = ("json_schema", "regex")
 CLIENT_GONE = 499  # never sent, as nobody listens; it tells the log and the metrics
 
@@ -70,9 +70,9 @@ def engine_failed(message: str | None) -> ApiError:
 
 
 def from_input_error(error: InputError, params: Mapping[str, Any]) -> ApiError:
-    """A 400; the message's first word is the field where it names one of `params`."""
+    """A 400; the message's first word, behind an article, is the field where it names one of `params` or the prompt."""
     message = one_line(error, limit=1000)
-    first = message.split(" ", 1)[0]
+    first = message.removeprefix("the ").split(" ", 1)[0]
     return bad_request(message, param=FIELDS.get(first, first if first in params else None))
 
 
