@@ -58,6 +58,7 @@ class Constraint:
         self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._eos = eos_token_ids
+        self._tokens: list[int] = []  # that the matcher has
         self.finished = False
 
     @property
@@ -70,7 +71,7 @@ class Constraint:
     def copy(self) -> Constraint:
         """Another sample's, from where this one is."""
         other = Constraint(self._compiled, self._eos)
-        other._matcher = self._matcher.deep_copy()
+        other._matcher, other._tokens = self._matcher.deep_copy(), list(self._tokens)
         other.finished = self.finished
         return other
 
@@ -86,12 +87,12 @@ class Constraint:
             self.finished = token in self._eos
             if self.finished:
                 continue
-            before = self._matcher.deep_copy()  # takes less than a microsecond
             if not self._matcher.consume_token(token):
-                if _forbids(before, token):
+                if _forbids(self._rebuilt(), token):
                     raise RuntimeError(f"token {token} breaks its constraint: {self.error}")
                 self._compiled.gave_up = True
                 return
+            self._tokens.append(token)
 
     def why_nothing_came(self) -> str | None:
         """As :attr:`error`, for a sample that got no token: the mask for that is made once more."""
@@ -107,21 +108,31 @@ class Constraint:
         wrong may still go on.
         """
         assert masks.is_contiguous(), "llguidance writes to raw memory"
-        size = masks.shape[1] * masks.element_size()
-        matcher = self._matcher.deep_copy() if drafts else self._matcher  # there is no way back from an error
+        matcher, size = self._matcher, masks.shape[1] * masks.element_size()
         for place, draft in enumerate([*drafts, None]):
             matcher.unsafe_compute_mask_ptr(masks[place].data_ptr(), size)
             if matcher.is_error():  # the mask leaves the end of sequence, which would pass for a whole text
-                self._give_up(masks[place:])
+                self._give_up(masks, place)
                 return
             if draft is None or matcher.try_consume_tokens([draft]) == 0:
                 break
         if matcher.is_error():
-            self._give_up(masks[place + 1 :])
+            self._give_up(masks, place + 1)
+        elif place and not matcher.rollback(place):
+            raise RuntimeError(f"a constraint could not go back over {place} drafts: {self.error}")
 
-    def _give_up(self, masks: Tensor) -> None:
-        masks.fill_(NOTHING)
+    def _give_up(self, masks: Tensor, place: int) -> None:
+        """The matcher did, at a place of a window."""
+        masks[place:] = NOTHING
         self._compiled.gave_up = True
+        if place:
+            self._matcher = self._rebuilt()
+
+    def _rebuilt(self) -> Any:
+        """A matcher as it is behind the sample's tokens: there is no way back from an error."""
+        matcher = self._compiled.matcher.deep_copy()
+        matcher.consume_tokens(self._tokens)
+        return matcher
 
 
 class Constraints:
