@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from running import loaded
 from torch import Tensor
 
 from replayssm import bundled
+from replayssm.engine import Engine, EngineOptions
 from replayssm.engine.constraints import KEPT_MATCHERS, Constraint, Constraints
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.sampler import Sampler
@@ -209,10 +211,59 @@ def test_a_token_that_breaks_the_constraint_is_an_error_of_the_program():
         constraint.advance([97, 120])
     assert constraint.error
     assert "\n" not in constraint.error
-    assert allowed(shared().masks([constraint], CPU)[0]) == list(EOS), "what can't go on ends"
+    assert allowed(shared().masks([constraint], CPU)[0]) == []
     ended = shared().start(SamplingParams(regex="a"))
     with pytest.raises(RuntimeError, match="token 97 came after the end"):
         ended.advance([97, 256, 97])
+
+
+TOO_LARGE = "(a|b){3}((a{900}){900}){900}"  # which compiles, and gives up at the first a behind three letters
+GAVE_UP = "regex can't go on: lexer error: too many expressions constructed"
+
+
+def test_a_matcher_that_gives_up_says_so_and_lets_nothing_come():
+    constraint = Constraints(tokenizer(), VOCAB, EOS).start(SamplingParams(regex=TOO_LARGE))
+    for token in b"bbbaaaa":
+        shared().masks([constraint], CPU)
+        constraint.advance([token])
+    assert constraint.error == GAVE_UP
+    assert not shared().window_masks([constraint], [list(b"aa")], 4, CPU).any()
+    assert constraint.copy().error == GAVE_UP
+
+
+def test_behind_a_draft_at_which_the_matcher_gives_up_nothing_may_come():
+    constraint = Constraints(tokenizer(), VOCAB, EOS).start(SamplingParams(regex=TOO_LARGE))
+    masks = shared().window_masks([constraint], [list(b"abaaaa")], 7, CPU)[0]
+    assert [allowed(mask) for mask in masks[:4]] == [[97, 98]] * 3 + [[97]]
+    assert not masks[4:].any()
+    assert constraint.error is None
+    constraint.advance(list(b"bb"))  # the drafts were wrong
+
+
+def test_where_one_text_made_the_matcher_give_up_the_next_request_starts_anew():
+    constraints, params = Constraints(tokenizer(), VOCAB, EOS), SamplingParams(regex=TOO_LARGE)
+    for _ in range(3):
+        constraint = constraints.start(params)
+        masks = constraints.window_masks([constraint], [list(b"bbbaa")], 6, CPU)[0]
+        assert [bool(mask.any()) for mask in masks] == [True, True, True, True, False, False]
+
+
+DRAFTS = {"speculate": "ngram", "num_draft": 3, "fixed_draft": True}
+ANSWERS = {TOO_LARGE: "bbba", "((a{900}){900}){900}": ""}  # given up at a token, and at a mask
+
+
+@pytest.mark.parametrize("options", [{}, DRAFTS], ids=["in step", "drafts"])
+def test_patterns_that_are_too_large_end_their_own_requests_alone(options):
+    free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    bound = [SamplingParams(temperature=0, max_tokens=40, regex=regex, logit_bias={98: 50.0}) for regex in ANSWERS]
+    with Engine(loaded(bundled.names()[0]), EngineOptions(max_rows=3, max_context=64, **options)) as engine:
+        (alone,) = engine.generate(["import os\n"], free)
+        outputs = engine.generate(["import os\n", "bbbaaaabbbaaaa", "aaaaaaaa"], [free, *bound])
+        beside, *ended = (output.completions[0] for output in outputs)
+    assert beside == alone.completions[0]
+    assert {(one.finish_reason, one.message) for one in ended} == {("error", GAVE_UP)}
+    assert [one.text for one in ended] == [*ANSWERS.values()]
+    assert [bytes(one.token_ids).decode() for one in ended] == [*ANSWERS.values()]
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from pathlib import Path
 import openai
 import pytest
 
-from replayssm.server import answer, run
+from replayssm.server import answer, limits, run
 from tests.serving import MODEL, FakeEngine, Running, fake_text, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = 0.01  # seconds a token
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
 def stream_text(stream) -> tuple[str, openai.APIError | None]:
@@ -36,9 +37,8 @@ def stream_text(stream) -> tuple[str, openai.APIError | None]:
 def raw_request(running, **fields) -> socket.socket:
     """A connection on which a request was sent."""
     body = json.dumps({"model": MODEL, "prompt": "raw", "max_tokens": 5000} | fields)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     connection = socket.create_connection(running.address, timeout=10)
-    connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    connection.sendall(f"{HEAD}content-length: {len(body)}\r\n\r\n{body}".encode())
     return connection
 
 
@@ -218,6 +218,21 @@ def test_a_stop_lets_requests_finish_and_takes_no_more():
         running.join()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(running.address)
+
+
+def test_a_stop_does_not_wait_for_the_rest_of_a_body(monkeypatch):
+    monkeypatch.setattr(limits, "DISCARD_SECONDS", 0.1)
+    with Running(drain_seconds=20) as running:
+        half = socket.create_connection(running.address, timeout=10)
+        half.sendall(f"{HEAD}content-length: 99\r\n\r\n{{".encode())
+        wait_until(lambda: running.server._uvicorn.server_state.tasks)
+        start = time.monotonic()
+        running.stop()
+        answer = http.client.HTTPResponse(half)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "shutting_down")
+        running.join()
+        assert time.monotonic() - start < 5
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error():

@@ -122,6 +122,36 @@ def test_a_schema_that_does_not_compile_is_the_requests_fault(client):
     assert caught.value.param == "response_format"
 
 
+TOO_LARGE = "b((a{900}){900}){900}"
+CONSTRAINTS = {
+    "regex": {"regex": TOO_LARGE},
+    "response_format": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "string", "pattern": f"^{TOO_LARGE}$"}},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(("param", "stream"), [("regex", False), ("response_format", True)])
+def test_a_constraint_that_turns_out_too_large_is_the_requests_fault_and_not_asked_again(server, client, stream, param):
+    pytest.importorskip("llguidance")
+    asked = server.engine.stats().prompt_tokens
+    with pytest.raises(openai.APIError, match="can't go on: lexer error: too many expressions") as caught:
+        list(complete(client.with_options(max_retries=3), prompt="b", stream=stream, extra_body=CONSTRAINTS[param]))
+    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
+    assert isinstance(caught.value, openai.BadRequestError) or stream
+    assert server.engine.stats().prompt_tokens == asked + 1
+
+
+@pytest.mark.parametrize("token", [-1, 300, 2**40])
+def test_a_token_id_that_is_none_of_the_models_is_named_with_the_prompt(client, token):
+    with pytest.raises(openai.BadRequestError, match=f"token id {token}: the model's are from 0 to") as caught:
+        complete(client, prompt=[1, token])
+    assert caught.value.param == "prompt"
+
+
 def test_logprobs_are_those_of_the_text(client):
     got = complete(client, logprobs=3, max_tokens=8)
     told = got.choices[0].logprobs

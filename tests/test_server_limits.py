@@ -343,7 +343,7 @@ def test_keys_are_compared_as_digests_and_all_of_them(monkeypatch):
     """Neither a key's length nor a good beginning, nor which key was near, shows in the time it takes."""
     compared = []
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
-    guard = Guard(None, ServerOptions(api_keys=("a", "bcd", "long" * 9)), lambda: False)
+    guard = Guard(None, ServerOptions(api_keys=("a", "bcd", "long" * 9)), asyncio.Event())
     guard._check_key({"authorization": "Bearer a"})
     assert len(compared) == 3
     assert {len(side) for pair in compared for side in pair} == {32}

@@ -7,6 +7,7 @@ llguidance is an optional dependency, and is imported by the first request that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,35 +21,62 @@ KEPT_MATCHERS = 64  # compiled ones, ready to be copied: requests of one client 
 # A model could go on with blanks for ever. So many are enough for indented objects within objects.
 JSON_FORM: Any = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 ANY = -1  # 32 tokens that may all come
+NOTHING = 0  # of 32 tokens none
+
+
+@dataclass
+class Compiled:
+    """A schema or pattern, ready to be copied.
+
+    Attributes:
+        matcher: llguidance's, at the beginning of a text. What it builds as texts go on is shared by all of its copies,
+            and has a limit.
+        name: what requests give, for messages.
+        gave_up: one of the copies met that limit, and now all may.
+    """
+
+    matcher: Any
+    name: str
+    gave_up: bool = False
 
 
 class Constraint:
     """What one sample of a request keeps to.
 
+    A matcher gives up at a place for which its pattern turns out to be too large. That is no fault of the program:
+    nothing may come there, and :attr:`error` says why.
+
+    Args:
+        compiled: what the request gave.
+        eos_token_ids: the model's.
+
     Attributes:
         finished: the end of sequence came, after which nothing does.
     """
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: Compiled, eos_token_ids: frozenset[int]) -> None:
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
         self._eos = eos_token_ids
+        self._tokens: list[int] = []  # that the matcher has
         self.finished = False
 
     @property
     def error(self) -> str | None:
-        """Why it can't go on, in one line; None where it can. Its mask then leaves the end of sequence alone."""
+        """Why it can't go on, in one line; None where it can."""
         if not self._matcher.is_error():
             return None
-        return one_line(RuntimeError(f"the constraint can't go on: {_first_line(self._matcher.get_error())}"))
+        return one_line(RuntimeError(f"{self._compiled.name} can't go on: {_first_line(self._matcher.get_error())}"))
 
     def copy(self) -> Constraint:
         """Another sample's, from where this one is."""
-        other = Constraint(self._matcher.deep_copy(), self._eos)
+        other = Constraint(self._compiled, self._eos)
+        other._matcher, other._tokens = self._matcher.deep_copy(), list(self._tokens)
         other.finished = self.finished
         return other
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Tokens came.
+        """Tokens came. If the matcher gives up at one of them, the others are not looked at.
 
         Raises:
             RuntimeError: one of them isn't allowed, which the masks would have said.
@@ -57,24 +85,54 @@ class Constraint:
             if self.finished:
                 raise RuntimeError(f"token {token} came after the end of a constrained sample")
             self.finished = token in self._eos
-            if not self.finished and not self._matcher.consume_token(token):
-                raise RuntimeError(f"token {token} breaks its constraint: {self.error}")
+            if self.finished:
+                continue
+            if not self._matcher.consume_token(token):
+                if _forbids(self._rebuilt(), token):
+                    raise RuntimeError(f"token {token} breaks its constraint: {self.error}")
+                self._compiled.gave_up = True
+                return
+            self._tokens.append(token)
+
+    def why_nothing_came(self) -> str | None:
+        """As :attr:`error`, for a sample that got no token: the mask for that is made once more."""
+        if not self.finished:
+            self._matcher.compute_bitmask()
+        return self.error
 
     def fill(self, masks: Tensor, drafts: Sequence[int]) -> None:
         """Write the masks of the next token and, one after the other, of those behind each draft: int32 ``[T, W]``.
 
-        Behind a draft that isn't allowed they are left as they are: that draft will not be drawn.
+        Behind a draft that isn't allowed they are left as they are: that draft will not be drawn. Where the matcher
+        gives up, and behind that, nothing may come: a sample that gets there ends, and one whose drafts turn out to be
+        wrong may still go on.
         """
         assert masks.is_contiguous(), "llguidance writes to raw memory"
-        size = masks.shape[1] * masks.element_size()
-        followed = 0
-        for mask, draft in zip(masks, [*drafts, None], strict=False):
-            self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), size)
-            if draft is None or self._matcher.try_consume_tokens([draft]) == 0:
+        matcher, size = self._matcher, masks.shape[1] * masks.element_size()
+        for place, draft in enumerate([*drafts, None]):
+            matcher.unsafe_compute_mask_ptr(masks[place].data_ptr(), size)
+            if matcher.is_error():  # the mask leaves the end of sequence, which would pass for a whole text
+                self._give_up(masks, place)
+                return
+            if draft is None or matcher.try_consume_tokens([draft]) == 0:
                 break
-            followed += 1
-        if followed and not self._matcher.rollback(followed):
-            raise RuntimeError(f"a constraint could not go back over {followed} drafts: {self.error}")
+        if matcher.is_error():
+            self._give_up(masks, place + 1)
+        elif place and not matcher.rollback(place):
+            raise RuntimeError(f"a constraint could not go back over {place} drafts: {self.error}")
+
+    def _give_up(self, masks: Tensor, place: int) -> None:
+        """The matcher did, at a place of a window."""
+        masks[place:] = NOTHING
+        self._compiled.gave_up = True
+        if place:
+            self._matcher = self._rebuilt()
+
+    def _rebuilt(self) -> Any:
+        """A matcher as it is behind the sample's tokens: there is no way back from an error."""
+        matcher = self._compiled.matcher.deep_copy()
+        matcher.consume_tokens(self._tokens)
+        return matcher
 
 
 class Constraints:
@@ -90,7 +148,7 @@ class Constraints:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos = tuple(eos_token_ids)
         self._tokens: Any = None  # llguidance's own form of the vocabulary
-        self._compiled: dict[tuple[str | None, str | None], Any] = {}
+        self._compiled: dict[tuple[str | None, str | None], Compiled] = {}
 
     def prepare(self) -> None:
         """Get ready for the first constrained request, which else waits for it: about a second for a large vocabulary.
@@ -125,12 +183,14 @@ class Constraints:
             return None
         self.prepare()
         key = (params.json_schema, params.regex)
+        if key in self._compiled and self._compiled[key].gave_up:
+            del self._compiled[key]  # its limit was met by another text
         if key not in self._compiled:
-            matcher = self._compile(params)
+            compiled = Compiled(self._compile(params), _name(params))
             if len(self._compiled) == KEPT_MATCHERS:
                 del self._compiled[next(iter(self._compiled))]
-            self._compiled[key] = matcher
-        return Constraint(self._compiled[key].deep_copy(), frozenset(self._eos))
+            self._compiled[key] = compiled
+        return Constraint(self._compiled[key], frozenset(self._eos))
 
     def masks(self, constraints: Sequence[Constraint], device: torch.device) -> Tensor | None:
         """What may come next: int32 ``[C, W]`` for the batch's constrained rows in their order; None without any."""
@@ -158,7 +218,7 @@ class Constraints:
     def _compile(self, params: SamplingParams) -> Any:
         from llguidance import LLMatcher
 
-        name = "json_schema" if params.regex is None else "regex"
+        name = _name(params)
         try:
             if params.json_schema is not None:
                 is_object = params.json_schema.lstrip().startswith("{")  # true and false are schemas, too
@@ -177,6 +237,16 @@ class Constraints:
         if first.is_error():  # as that of `[^\\s\\S]`, which compiles
             raise InputError(f"{name} allows no output at all: {one_line(ValueError(_first_line(first.get_error())))}")
         return matcher
+
+
+def _name(params: SamplingParams) -> str:
+    return "json_schema" if params.regex is None else "regex"
+
+
+def _forbids(matcher: Any, token: int) -> bool:
+    """Whether a matcher that works says that a token may not come."""
+    mask = matcher.compute_bitmask()
+    return not matcher.is_error() and not mask[token // 8] >> token % 8 & 1
 
 
 def _first_line(text: str) -> str:

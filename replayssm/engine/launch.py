@@ -33,7 +33,7 @@ class Read(NamedTuple):
         tokens: its new ones.
         logprobs: one for each, and perhaps more behind them; or none.
         num_drafts: of a window, how many drafts it had.
-        broken: whether the logits behind these tokens gave none.
+        broken: whether the logits behind these tokens, as far as a constraint left them, gave none.
     """
 
     sequence: Sequence

@@ -35,8 +35,8 @@ class Update:
         token_ids: the new tokens.
         logprobs: one for each new token, or none.
         finish_reason: None while it goes on; "stop" at an end of sequence, a stop token or a stop string; "length" at
-            `max_tokens`; "abort" when it was cancelled; "error" when the engine failed or the model gave no token, with
-            `message`.
+            `max_tokens`; "abort" when it was cancelled; "error", with `message`, when the engine failed, the model gave
+            no token, or a json_schema or regex was too large, with whose name the message then begins.
         stop_reason: the stop string or stop token id that ended it; None otherwise.
         message: what went wrong, in one line.
         cached_tokens: in a sample's first update, how many of the prompt's tokens came from the prefix cache.

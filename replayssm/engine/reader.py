@@ -51,7 +51,7 @@ class Reader:
         tally: counts.
         pace: hears what became of drafts; None where nobody wants to know.
         leave: ends a sequence whose last tokens were taken.
-        discard: ends one whose logits were broken, of which nothing may be used any more.
+        discard: ends one that got no token: its logits may be broken, and nothing of them may be used any more.
         close: the last update of one of a request's samples is made.
     """
 
@@ -127,10 +127,9 @@ class Reader:
         self.tally.generated_tokens += count
         if request.first_token is None and tokens:
             request.first_token = time.monotonic()
-        problem = BROKEN if read.broken and not ends else None
         if sequence.constraint is not None:
             sequence.constraint.advance(tokens)
-            problem = problem or sequence.constraint.error
+        problem = None if ends else _problem(read)
         self._untold.append(_Taken(sequence, tokens, read.logprobs, piece, problem, first=before == 0))
         if ends or problem is not None:
             end = self.discard if read.broken else self.leave
@@ -158,3 +157,11 @@ class Reader:
             problem,
             request.cached_tokens if first else None,
         )
+
+
+def _problem(read: Read) -> str | None:
+    """Why a sequence can't go on behind the tokens that were read."""
+    constraint = read.sequence.constraint
+    if constraint is None:
+        return BROKEN if read.broken else None
+    return (constraint.why_nothing_came() or BROKEN) if read.broken else constraint.error

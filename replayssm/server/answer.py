@@ -123,7 +123,7 @@ class Answer(Response):
                 continue
             prompt, update = came
             if update.finish_reason == "error":
-                raise errors.engine_failed(update.message)
+                raise errors.from_update(update.message)
             if update.finish_reason == "abort":
                 raise self._aborted()
             if first:

@@ -63,7 +63,7 @@ def make_app(service: Service) -> ASGIApp:
         text = await asyncio.to_thread(service.metrics.text)  # the engine's counts may wait for a GPU
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    return Logged(Guard(app, service.options, lambda: service.draining), service.metrics.observe)
+    return Logged(Guard(app, service.options, service.stopping), service.metrics.observe)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -9,6 +9,8 @@ from starlette.responses import Response
 
 from replayssm.errors import InputError, one_line
 
+FIELDS = {"json_schema": "response_format", "prompt": "prompt"}  # of requests, for what the engine's messages name
+CONSTRAINTS = ("json_schema", "regex")
 CLIENT_GONE = 499  # never sent, as nobody listens; it tells the log and the metrics
 
 
@@ -68,12 +70,21 @@ def engine_failed(message: str | None) -> ApiError:
 
 
 def from_input_error(error: InputError, params: Mapping[str, Any]) -> ApiError:
-    """A 400; the message's first word is the field where it names one of `params`."""
+    """A 400; the message's first word, behind an article, is the field where it names one of `params` or the prompt."""
     message = one_line(error, limit=1000)
-    first = message.split(" ", 1)[0]
-    if first == "json_schema":  # which requests give by another name
-        return bad_request(message, param="response_format")
-    return bad_request(message, param=first if first in params else None)
+    first = message.removeprefix("the ").split(" ", 1)[0]
+    return bad_request(message, param=FIELDS.get(first, first if first in params else None))
+
+
+def from_update(message: str | None) -> ApiError:
+    """For a sample that ended with an error: a 400 where its own schema or pattern was too large.
+
+    Clients repeat what was the server's fault, and this would come to the same end again.
+    """
+    first = (message or "").split(" ", 1)[0]
+    if message is not None and first in CONSTRAINTS:
+        return bad_request(message, param=FIELDS.get(first, first))
+    return engine_failed(message)
 
 
 def from_validation(error: ValidationError) -> ApiError:

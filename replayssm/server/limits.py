@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Callable, Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,8 +52,8 @@ class Guard:
     JSON alone, because browsers send other types to a local server for any page that asks, without the server's leave.
     """
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, draining: Callable[[], bool]) -> None:
-        self._app, self._options, self._draining = app, options, draining
+    def __init__(self, app: ASGIApp, options: ServerOptions, stopping: asyncio.Event) -> None:
+        self._app, self._options, self._stopping = app, options, stopping
         self._keys = [_digest(key.encode()) for key in options.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +62,7 @@ class Guard:
             if self._keys and scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
             if scope["method"] == "POST":
-                if self._draining():
+                if self._stopping.is_set():
                     raise shutting_down()
                 receive = replayed(await self._read(headers, receive), receive)
         except ClientGoneError:
@@ -93,12 +94,24 @@ class Guard:
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > options.max_body_bytes:
             raise _too_large(options.max_body_bytes)
+        body = await self._unless_stopping(read_body(receive, options.max_body_bytes), options.body_seconds)
+        if body is not None:
+            return body
+        if self._stopping.is_set():  # the rest may never come, and the server would wait for it
+            raise shutting_down()
+        message = f"the body did not arrive within {options.body_seconds:g} s"
+        raise ApiError(408, message, code="timeout", headers={"x-should-retry": "false"})
+
+    async def _unless_stopping(self, reading: Coroutine[Any, Any, bytes], seconds: float) -> bytes | None:
+        """What is read, if that is done in time and before the server is about to end."""
+        tasks = asyncio.create_task(reading), asyncio.create_task(self._stopping.wait())
         try:
-            async with asyncio.timeout(options.body_seconds):
-                return await read_body(receive, options.max_body_bytes)
-        except TimeoutError:
-            message = f"the body did not arrive within {options.body_seconds:g} s"
-            raise ApiError(408, message, code="timeout", headers={"x-should-retry": "false"}) from None
+            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            return tasks[0].result() if tasks[0].done() else None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:

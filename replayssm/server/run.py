@@ -56,7 +56,7 @@ class Server:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._stop, self._stop_again = asyncio.Event(), asyncio.Event()
+        self._stop_again = asyncio.Event()
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 make_app(service),
@@ -76,12 +76,11 @@ class Server:
 
     def stop(self) -> None:
         """Begin to end; the second time, end at once."""
-        if self._stop.is_set():
+        if self._service.draining:
             self._stop_again.set()
             return
-        self._service.draining = True
         LOGGER.info("stopping: requests have %g s to finish", self._service.options.drain_seconds)
-        self._stop.set()
+        self._service.stopping.set()
 
     async def serve(self, bound: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
         """Answer requests until :meth:`stop`, or a signal if this is the main thread.
@@ -98,7 +97,7 @@ class Server:
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(0.01)
             on_ready()
-            stopping = asyncio.create_task(self._stop.wait())
+            stopping = asyncio.create_task(self._service.stopping.wait())
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
             self._uvicorn.should_exit = True

@@ -1,7 +1,8 @@
 """What all requests of one server share."""
 
+import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from replayssm.loading import LoadedModel
@@ -20,7 +21,7 @@ class Service:
     Attributes:
         name: the model's, as requests give it.
         max_context: tokens that a request may have, its prompt's and new ones.
-        draining: the server is about to end.
+        stopping: set when the server is about to end.
     """
 
     engine: ServedEngine
@@ -32,7 +33,12 @@ class Service:
     gate: Gate
     metrics: Metrics
     created: int
-    draining: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is about to end."""
+        return self.stopping.is_set()
 
 
 def make_service(engine: ServedEngine, loaded: LoadedModel, max_context: int, options: ServerOptions) -> Service:
