@@ -318,6 +318,29 @@ def test_a_failing_step_ends_what_ran_and_the_engine_goes_on(ahead, monkeypatch)
     assert_all_is_accounted_for(engine)
 
 
+def test_who_waits_goes_on_after_a_step_that_failed_while_another_joined(monkeypatch):
+    engine = engine_with()
+    prompt, greedily = random_prompt(random.Random(0), 60), SamplingParams(temperature=0, max_tokens=8, n=3)
+    samples = engine.add(prompt, greedily)
+    engine.step()
+    assert engine.stats().queued == 2  # for the prompt's state, which the first sample computes
+    other = engine.add([1, 2, 3], GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.pool, "alloc", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.stats().queued == 3
+    updates = run(engine)
+    assert [update.finish_reason for update in updates[samples] if update.index == 0] == ["error"]
+    for name, index, tokens in (
+        (samples, 1, greedy(prompt, 8)),
+        (samples, 2, greedy(prompt, 8)),
+        (other, 0, greedy([1, 2, 3], 24)),
+    ):
+        assert [token for update in updates[name] if update.index == index for token in update.token_ids] == tokens
+    assert_all_is_accounted_for(engine)
+
+
 def test_what_was_read_before_a_step_failed_is_not_lost(monkeypatch):
     engine = engine_with(run_ahead=True)
     short = engine.add([1, 2], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))

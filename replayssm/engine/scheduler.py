@@ -208,21 +208,23 @@ class Scheduler:
         """Let waiting sequences join, in their order, as long as there is work for them in this step."""
         joined: list[Sequence] = []
         held: list[tuple[tuple[int, int, int], Sequence]] = []
-        while self.waiting and len(held) < self.limits.max_rows + FEW:
-            sequence = self.waiting[0][1]
-            if sequence.finished:
-                heapq.heappop(self.waiting)
-            elif sequence.in_flight or self._shares_soon(sequence):
-                held.append(heapq.heappop(self.waiting))
-            elif not self._has_budget():
-                break
-            elif self._place(sequence):
-                heapq.heappop(self.waiting)
-                joined.append(sequence)
-            elif not self._preempt_for(sequence):
-                break
-        for entry in held:
-            heapq.heappush(self.waiting, entry)
+        try:
+            while self.waiting and len(held) < self.limits.max_rows + FEW:
+                sequence = self.waiting[0][1]
+                if sequence.finished:
+                    heapq.heappop(self.waiting)
+                elif sequence.in_flight or self._shares_soon(sequence):
+                    held.append(heapq.heappop(self.waiting))
+                elif not self._has_budget():
+                    break
+                elif self._place(sequence):
+                    heapq.heappop(self.waiting)
+                    joined.append(sequence)
+                elif not self._preempt_for(sequence):
+                    break
+        finally:  # whatever fails ends those that run, and those that wait go on waiting
+            for entry in held:
+                heapq.heappush(self.waiting, entry)
         return joined
 
     def _has_budget(self) -> bool:
