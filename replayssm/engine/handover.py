@@ -79,8 +79,9 @@ def _take_prefix(engine: Engine, session: files.Session) -> None:
     # Not even what is cached goes for a prefix that would not fit without it.
     if engine.pages.num_available < count or not cache.free_pages(count) or not cache.free_slot():
         raise InputError(f"the session wants {count} pages and two slots, and there is no room for them now")
-    pool, pages = engine.runner.pool, engine.pages.take(count)
+    pool = engine.runner.pool
     (slot,) = pool.alloc()
+    pages = engine.pages.take(count)  # are there, and taking them asks no device
     try:
         files.scatter(engine.runner, slot, pages, session.tensors)
         if not cache.free_slot():
