@@ -283,6 +283,18 @@ def test_a_full_queue_refuses_and_names_taken_are_refused():
     engine.add([3], GREEDY)
 
 
+def test_a_name_is_taken_until_its_last_update_is_given():
+    engine = engine_with()
+    engine.add([1, 2], GREEDY, request_id="mine")
+    engine.step()
+    engine.cancel("mine")
+    with pytest.raises(InputError, match="request_id 'mine' is that of a request whose last updates the next step"):
+        engine.add([3, 4], GREEDY, request_id="mine")
+    assert [update.finish_reason for update in engine.step()] == ["abort"]
+    engine.add([3, 4], GREEDY, request_id="mine")
+    assert [token for update in run(engine)["mine"] for token in update.token_ids] == greedy([3, 4], 24)
+
+
 def test_more_prompts_than_may_wait_are_fed_as_there_is_room():
     engine = engine_with(max_queue=3)
     prompts = [[i] for i in range(1, 30)]

@@ -20,7 +20,7 @@ from replayssm.engine.outputs import Update
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Request
 from replayssm.engine.stats import EngineStats
-from replayssm.errors import one_line
+from replayssm.errors import InputError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +243,8 @@ class AsyncEngine:
 
     def _enqueue(self, request: Request, stream: Stream) -> None:
         self._check_open()
+        if request.id in self._streams:
+            raise InputError(f"request_id {request.id!r} is that of a request that isn't finished: another is wanted")
         self.engine.enqueue(request)
         self._streams[request.id] = stream
 
