@@ -42,7 +42,7 @@ def export_prefix(engine: Engine, tokens: Sequence_[int], path: str | Path) -> i
 def export_request(engine: Engine, request_id: str, path: str | Path) -> int:
     """Write a request as it is now; gives the number of its tokens, new ones included."""
     request = engine.requests.get(request_id)
-    if request is None:
+    if request is None or request.finished:  # its end was read, and isn't told yet
         raise InputError(f"request {request_id!r} is not there, or done: one that isn't finished is wanted")
     if request.params.n != 1:
         raise InputError(f"request {request_id!r} has {request.params.n} samples: a session holds one")
