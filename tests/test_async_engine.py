@@ -128,6 +128,26 @@ def test_who_waits_for_a_stream_that_another_closes_is_told_so():
     assert asyncio.run(main()) == "nothing"
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_all_who_read_one_stream_are_told_its_end(closed):
+    async def main():
+        async with AsyncEngine(engine_with()) as engine:
+            stream = await engine.start([1, 2, 3], ENDLESS if closed else GREEDY)
+
+            async def read():
+                return [token async for update in stream for token in update.token_ids]
+
+            readers = [asyncio.create_task(read()) for _ in range(4)]
+            if closed:
+                await asyncio.sleep(0.01)
+                await stream.aclose()
+            async with asyncio.timeout(10):
+                return [token for tokens in await asyncio.gather(*readers) for token in tokens]
+
+    tokens = asyncio.run(main())
+    assert closed or sorted(tokens) == sorted(greedy([1, 2, 3], 24))
+
+
 def test_a_task_that_is_cancelled_at_any_moment_leaves_nothing_behind():
     rng = random.Random(1)
 

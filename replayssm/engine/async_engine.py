@@ -42,7 +42,7 @@ class Stream:
         self.prompt_token_ids = request.prompt
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: closed, for who waits then
+        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None at the end stays, for all who wait then
         self._unfinished = request.params.n
 
     def __aiter__(self) -> Self:
@@ -53,8 +53,11 @@ class Stream:
             raise StopAsyncIteration
         update = await self._updates.get()
         if update is None or not self._unfinished:
+            self._updates.put_nowait(None)
             raise StopAsyncIteration
         self._unfinished -= update.finish_reason is not None
+        if not self._unfinished:
+            self._updates.put_nowait(None)
         return update
 
     async def aclose(self) -> None:
