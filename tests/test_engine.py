@@ -405,8 +405,12 @@ def test_offline_requests_are_dropped_when_serving_breaks_off():
 
 def test_a_closed_engine_serves_nobody():
     with engine_with() as engine:
-        pass
+        engine.add([1, 2], GREEDY)
+        engine.step()
+        engine.add([3, 4], GREEDY)
+        assert engine.has_work
     assert engine.runner.closed
+    assert not engine.has_work
     with pytest.raises(EngineClosed):
         engine.add([1], GREEDY)
     with pytest.raises(EngineClosed):

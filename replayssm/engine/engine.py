@@ -189,7 +189,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a step would do anything; of a closed engine none does."""
+        if self.closed:
+            return False
         return bool(self._pending or self._launched or self.reader.has_more) or self.scheduler.has_work
 
     @property
