@@ -225,6 +225,11 @@ def test_a_higher_priority_overtakes():
         ({1: 2}, {}, "the prompt is a dict"),
         ([1, VOCAB], {}, f"token id {VOCAB}: the model's are from 0 to {VOCAB - 1}"),
         ([1, "2"], {}, "token ids are wanted"),
+        (torch.tensor([[1, 2], [3, 4]]), {}, "the prompt has 2 dimensions: one, of token ids, is wanted"),
+        (torch.tensor([[1]]), {}, "the prompt has 2 dimensions"),
+        (torch.tensor(1), {}, "the prompt has 0 dimensions"),
+        (torch.tensor([1.0, 2.0]), {}, "the prompt has a Tensor that is no whole number: token ids"),
+        ([torch.tensor([1, 2])], {}, "the prompt has a Tensor that is no whole number"),
         ([1] * 300, {"max_tokens": 300}, "together at most 512 fit"),
         ([1], {"stop_token_ids": (VOCAB,)}, "stop_token_ids has token id"),
         ([1], {"n": 5000}, "at most max_queue"),
@@ -281,6 +286,18 @@ def test_a_full_queue_refuses_and_names_taken_are_refused():
         engine.add([3], GREEDY)
     engine.step()
     engine.add([3], GREEDY)
+
+
+@pytest.mark.parametrize("name", [["x"], [], 7, 0, b"x"])
+def test_a_name_that_is_no_string_is_refused(name):
+    engine = engine_with()
+    with pytest.raises(InputError, match=f"request_id is a {type(name).__name__}: a string is wanted"):
+        engine.add([1], GREEDY, request_id=name)
+    assert not engine.has_work
+
+
+def test_a_prompt_may_be_a_tensor():
+    assert tokens_of(engine_with(), [torch.tensor([5, 6, 7])]) == [greedy([5, 6, 7], 24)]
 
 
 def test_a_name_is_taken_until_its_last_update_is_given():

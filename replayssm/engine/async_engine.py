@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, TypeVar
-from uuid import uuid4
 
 from replayssm.engine.engine import Engine
 from replayssm.engine.errors import EngineClosed
@@ -119,7 +118,6 @@ class AsyncEngine:
             EngineClosed: a shutdown has begun, or the engine failed.
         """
         self._check_open()
-        request_id = request_id or uuid4().hex
         # Beside the steps: a long prompt or a large schema would hold them up.
         request = await asyncio.to_thread(self._prepare, prompt, params or SamplingParams(), request_id, priority)
         self._check_open()
@@ -191,7 +189,7 @@ class AsyncEngine:
         if not self._accepting:
             raise EngineClosed("the engine is shutting down and takes no more requests")
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int) -> Request:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int) -> Request:
         with self._preparing:
             return self.engine.prepare(prompt, params, request_id, priority)
 
