@@ -77,6 +77,43 @@ def test_a_stream_that_is_left_does_not_take_a_later_one_of_its_name_along():
     assert asyncio.run(main()) == greedy([4, 5], 24)
 
 
+def test_a_cancelled_requests_end_goes_to_its_own_stream_and_its_name_is_taken_until_then():
+    async def main():
+        async with AsyncEngine(engine_with()) as engine:
+            stream = await engine.start([1, 2], ENDLESS, request_id="chat")
+            await anext(stream)
+            hold = threading.Event()
+            held = asyncio.create_task(engine.call(hold.wait))  # what follows comes between the same two steps
+            cancelled = asyncio.create_task(engine.call(lambda: engine.engine.cancel("chat")))
+            again = asyncio.create_task(engine.start([4, 5], GREEDY, request_id="chat"))
+            await until(lambda: engine._inbox.qsize() == 2)
+            hold.set()
+            assert await held
+            assert await cancelled
+            with pytest.raises(InputError, match="'chat' is that of a"):
+                await again
+            async with asyncio.timeout(10):
+                assert [update.finish_reason async for update in stream][-1] == "abort"
+                later = await engine.start([4, 5], GREEDY, request_id="chat")
+                return [token async for update in later for token in update.token_ids]
+
+    assert asyncio.run(main()) == greedy([4, 5], 24)
+
+
+def test_no_stream_takes_the_place_of_one_that_is_not_done():
+    async def main():
+        async with AsyncEngine(engine_with()) as engine:
+            stream = await engine.start([1, 2], ENDLESS, request_id="chat")
+            await engine.call(lambda: engine.engine.drop({"chat"}))  # behind the stream's back
+            with pytest.raises(InputError, match="'chat' is that of a request that isn't finished"):
+                await engine.start([4, 5], GREEDY, request_id="chat")
+            await stream.aclose()
+            later = await engine.start([4, 5], GREEDY, request_id="chat")
+            return [token async for update in later for token in update.token_ids]
+
+    assert asyncio.run(main()) == greedy([4, 5], 24)
+
+
 def test_who_waits_for_a_stream_that_another_closes_is_told_so():
     async def main():
         async with AsyncEngine(engine_with(max_rows=1)) as engine:
@@ -89,6 +126,26 @@ def test_who_waits_for_a_stream_that_another_closes_is_told_so():
             return await asyncio.wait_for(reader, 5)
 
     assert asyncio.run(main()) == "nothing"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_all_who_read_one_stream_are_told_its_end(closed):
+    async def main():
+        async with AsyncEngine(engine_with()) as engine:
+            stream = await engine.start([1, 2, 3], ENDLESS if closed else GREEDY)
+
+            async def read():
+                return [token async for update in stream for token in update.token_ids]
+
+            readers = [asyncio.create_task(read()) for _ in range(4)]
+            if closed:
+                await asyncio.sleep(0.01)
+                await stream.aclose()
+            async with asyncio.timeout(10):
+                return [token for tokens in await asyncio.gather(*readers) for token in tokens]
+
+    tokens = asyncio.run(main())
+    assert closed or sorted(tokens) == sorted(greedy([1, 2, 3], 24))
 
 
 def test_a_task_that_is_cancelled_at_any_moment_leaves_nothing_behind():

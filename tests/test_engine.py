@@ -225,6 +225,11 @@ def test_a_higher_priority_overtakes():
         ({1: 2}, {}, "the prompt is a dict"),
         ([1, VOCAB], {}, f"token id {VOCAB}: the model's are from 0 to {VOCAB - 1}"),
         ([1, "2"], {}, "token ids are wanted"),
+        (torch.tensor([[1, 2], [3, 4]]), {}, "the prompt has 2 dimensions: one, of token ids, is wanted"),
+        (torch.tensor([[1]]), {}, "the prompt has 2 dimensions"),
+        (torch.tensor(1), {}, "the prompt has 0 dimensions"),
+        (torch.tensor([1.0, 2.0]), {}, "the prompt has a Tensor that is no whole number: token ids"),
+        ([torch.tensor([1, 2])], {}, "the prompt has a Tensor that is no whole number"),
         ([1] * 300, {"max_tokens": 300}, "together at most 512 fit"),
         ([1], {"stop_token_ids": (VOCAB,)}, "stop_token_ids has token id"),
         ([1], {"n": 5000}, "at most max_queue"),
@@ -283,6 +288,30 @@ def test_a_full_queue_refuses_and_names_taken_are_refused():
     engine.add([3], GREEDY)
 
 
+@pytest.mark.parametrize("name", [["x"], [], 7, 0, b"x"])
+def test_a_name_that_is_no_string_is_refused(name):
+    engine = engine_with()
+    with pytest.raises(InputError, match=f"request_id is a {type(name).__name__}: a string is wanted"):
+        engine.add([1], GREEDY, request_id=name)
+    assert not engine.has_work
+
+
+def test_a_prompt_may_be_a_tensor():
+    assert tokens_of(engine_with(), [torch.tensor([5, 6, 7])]) == [greedy([5, 6, 7], 24)]
+
+
+def test_a_name_is_taken_until_its_last_update_is_given():
+    engine = engine_with()
+    engine.add([1, 2], GREEDY, request_id="mine")
+    engine.step()
+    engine.cancel("mine")
+    with pytest.raises(InputError, match="request_id 'mine' is that of a request whose last updates the next step"):
+        engine.add([3, 4], GREEDY, request_id="mine")
+    assert [update.finish_reason for update in engine.step()] == ["abort"]
+    engine.add([3, 4], GREEDY, request_id="mine")
+    assert [token for update in run(engine)["mine"] for token in update.token_ids] == greedy([3, 4], 24)
+
+
 def test_more_prompts_than_may_wait_are_fed_as_there_is_room():
     engine = engine_with(max_queue=3)
     prompts = [[i] for i in range(1, 30)]
@@ -315,6 +344,29 @@ def test_a_failing_step_ends_what_ran_and_the_engine_goes_on(ahead, monkeypatch)
         assert updates[name][-1].message == "the engine failed: ZeroDivisionError: division by zero"
     tokens = [token for update in updates[ids[2]] for token in update.token_ids]
     assert tokens == greedy(prompts[2], 24)
+    assert_all_is_accounted_for(engine)
+
+
+def test_who_waits_goes_on_after_a_step_that_failed_while_another_joined(monkeypatch):
+    engine = engine_with()
+    prompt, greedily = random_prompt(random.Random(0), 60), SamplingParams(temperature=0, max_tokens=8, n=3)
+    samples = engine.add(prompt, greedily)
+    engine.step()
+    assert engine.stats().queued == 2  # for the prompt's state, which the first sample computes
+    other = engine.add([1, 2, 3], GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.pool, "alloc", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.stats().queued == 3
+    updates = run(engine)
+    assert [update.finish_reason for update in updates[samples] if update.index == 0] == ["error"]
+    for name, index, tokens in (
+        (samples, 1, greedy(prompt, 8)),
+        (samples, 2, greedy(prompt, 8)),
+        (other, 0, greedy([1, 2, 3], 24)),
+    ):
+        assert [token for update in updates[name] if update.index == index for token in update.token_ids] == tokens
     assert_all_is_accounted_for(engine)
 
 
@@ -370,8 +422,12 @@ def test_offline_requests_are_dropped_when_serving_breaks_off():
 
 def test_a_closed_engine_serves_nobody():
     with engine_with() as engine:
-        pass
+        engine.add([1, 2], GREEDY)
+        engine.step()
+        engine.add([3, 4], GREEDY)
+        assert engine.has_work
     assert engine.runner.closed
+    assert not engine.has_work
     with pytest.raises(EngineClosed):
         engine.add([1], GREEDY)
     with pytest.raises(EngineClosed):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from oracle import Layer, poison, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 from windows import int32
 
 from replayssm import LayerSpec, ReplayPool, ops
@@ -104,6 +107,48 @@ def test_a_refused_call_changes_nothing() -> None:
             misuse()
         assert pool.num_free == 4
     pool.slot_tensor([0, 1])
+
+
+class FailingAt(TorchDispatchMode):
+    """The device fails at one operation, counted from 0."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("out of memory")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool, live, kept: pool.alloc(2),
+        lambda pool, live, kept: pool.fork(live),
+        lambda pool, live, kept: pool.fork(kept),
+        lambda pool, live, kept: pool.snapshot(live),
+    ],
+    ids=["alloc", "fork", "fork-of-snapshot", "snapshot"],
+)
+def test_a_call_that_fails_anywhere_keeps_no_slot(call: Callable[[ReplayPool, int, int], object]) -> None:
+    run = Run(new_pool(5))
+    live = run.alloc()
+    run.step(live, count=2)
+    kept = run.pool.snapshot(live)
+    for number in range(1000):
+        try:
+            with FailingAt(number):
+                call(run.pool, live, kept)
+            break
+        except RuntimeError:
+            assert run.pool.num_free == 3
+            assert not run.pool.has_readers(kept)
+    assert number > 3
+    run.step(live, count=3)
+    run.check()
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 4, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from families import FAMILIES
 from running import LENGTHS, NEW, PAGE, Desk, generated, int32, loaded, prompt
 
-from replayssm import bundled
+from replayssm import bundled, disable, enable
 from replayssm.engine.attention import Queries, TorchAttention, TritonAttention, parts_of, some_pages
 from replayssm.engine.cache import ATTRIBUTE
 from replayssm.engine.forward import Chunk
@@ -251,6 +252,26 @@ def test_the_model_is_put_back(name):
     assert model.config._attn_implementation == implementation
     assert binding_of(model) is None
     assert [vars(module).keys() for module in model.modules()] == [old.keys() for old in before]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-tiny", "mamba2"])
+@pytest.mark.parametrize("by_caller", [False, True], ids=["enabled-by-the-engine", "enabled-by-the-caller"])
+def test_a_model_that_is_served_is_neither_enabled_nor_disabled(name, by_caller):
+    model = loaded(name).model
+    if by_caller:
+        enable(model, ring_len=3)
+    before = binding_of(model)
+    with Desk(name) as desk:
+        (row,) = desk.start(11)
+        for switch in (partial(enable, model), partial(enable, model.get_decoder()), partial(disable, model)):
+            with pytest.raises(ValueError, match="is served by an engine: close that one first"):
+                switch()
+        desk.decode([row])
+        expect(name, [row])
+        assert binding_of(disable(copy.deepcopy(model))) is None  # nobody serves a copy
+    assert binding_of(model) is before
+    disable(enable(model))
+    assert binding_of(model) is None
 
 
 def test_a_failed_forward_leaves_the_model_as_it_was():

@@ -134,6 +134,26 @@ def test_slots_for_snapshots_of_a_step_that_failed_are_given_back():
     assert desk.is_whole()
 
 
+@pytest.mark.parametrize(
+    ("part", "first"), [("slots.alloc", 100), ("slots.fork", 1), ("pages.share", 1), ("pages.take", 1)]
+)
+def test_a_sequence_that_could_not_join_holds_nothing_and_joins_later(part, first, monkeypatch):
+    desk = Desk()
+    desk.add(range(1, 41), new=1)
+    desk.run()
+    sequence = desk.add(range(first, first + 44), new=2)  # from 1 on the cache has its beginning
+    owner, name = part.split(".")
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(desk, owner), name, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            desk.step()
+    assert desk.is_whole()
+    assert len(desk.scheduler._rows) == 4
+    desk.run()
+    assert sequence.finished
+    assert desk.is_whole()
+
+
 def test_without_a_cache_a_prompt_is_cut_at_chunks_only():
     desk = Desk(cached=False)
     sequence = desk.add(range(1, 41), new=2)

@@ -127,6 +127,19 @@ def test_a_prefix_is_found_elsewhere(tmp_path):
     assert_all_is_accounted_for(other)
 
 
+def test_a_request_whose_last_token_is_in_flight_is_done(tmp_path):
+    engine = engine_with(run_ahead=True)
+    name = engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    updates = [update for _ in range(4) for update in engine.step()]
+    assert updates[-1].finish_reason is None
+    with pytest.raises(InputError, match="is not there, or done: one that isn't finished is wanted"):
+        engine.export_session(name, tmp_path / "session")
+    assert list(tmp_path.iterdir()) == []
+    updates += run(engine)[name]
+    assert [token for update in updates for token in update.token_ids] == greedy([1, 2, 3], 4)
+    assert updates[-1].finish_reason == "length"
+
+
 def test_export_refuses_what_it_has_not_got(tmp_path):
     engine = engine_with()
     with pytest.raises(InputError, match="request 'nobody' is not there, or done"):

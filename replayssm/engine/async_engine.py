@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, TypeVar
-from uuid import uuid4
 
 from replayssm.engine.engine import Engine
 from replayssm.engine.errors import EngineClosed
@@ -20,7 +19,7 @@ from replayssm.engine.outputs import Update
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Request
 from replayssm.engine.stats import EngineStats
-from replayssm.errors import one_line
+from replayssm.errors import InputError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Stream:
         self.prompt_token_ids = request.prompt
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None: closed, for who waits then
+        self._updates: asyncio.Queue[Update | None] = asyncio.Queue()  # None at the end stays, for all who wait then
         self._unfinished = request.params.n
 
     def __aiter__(self) -> Self:
@@ -53,8 +52,11 @@ class Stream:
             raise StopAsyncIteration
         update = await self._updates.get()
         if update is None or not self._unfinished:
+            self._updates.put_nowait(None)
             raise StopAsyncIteration
         self._unfinished -= update.finish_reason is not None
+        if not self._unfinished:
+            self._updates.put_nowait(None)
         return update
 
     async def aclose(self) -> None:
@@ -116,7 +118,6 @@ class AsyncEngine:
             EngineClosed: a shutdown has begun, or the engine failed.
         """
         self._check_open()
-        request_id = request_id or uuid4().hex
         # Beside the steps: a long prompt or a large schema would hold them up.
         request = await asyncio.to_thread(self._prepare, prompt, params or SamplingParams(), request_id, priority)
         self._check_open()
@@ -188,7 +189,7 @@ class AsyncEngine:
         if not self._accepting:
             raise EngineClosed("the engine is shutting down and takes no more requests")
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int) -> Request:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int) -> Request:
         with self._preparing:
             return self.engine.prepare(prompt, params, request_id, priority)
 
@@ -243,6 +244,8 @@ class AsyncEngine:
 
     def _enqueue(self, request: Request, stream: Stream) -> None:
         self._check_open()
+        if request.id in self._streams:
+            raise InputError(f"request_id {request.id!r} is that of a request that isn't finished: another is wanted")
         self.engine.enqueue(request)
         self._streams[request.id] = stream
 

@@ -101,7 +101,7 @@ class Engine:
         Args:
             prompt: text or token ids.
             params: how its samples are drawn.
-            request_id: a name that no other request has; None makes one up.
+            request_id: a name that no other request has, until its last update was given; None makes one up.
             priority: from −100 to 100. A point more is worth waiting for `STEPS_PER_PRIORITY` steps.
 
         Returns:
@@ -129,6 +129,11 @@ class Engine:
         """Queue a request from :meth:`prepare`."""
         if request.id in self.requests:
             raise InputError(f"request_id {request.id!r} is that of a request that isn't finished: another is wanted")
+        if any(update.request_id == request.id for update in self._pending):
+            raise InputError(
+                f"request_id {request.id!r} is that of a request whose last updates the next step gives: "
+                "another is wanted, or that step first"
+            )
         if not self.has_room_for(request):
             raise QueueFull(
                 f"{self.scheduler.num_waiting} samples wait already and the request has {request.params.n}: "
@@ -184,7 +189,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a step would do anything; of a closed engine none does."""
+        if self.closed:
+            return False
         return bool(self._pending or self._launched or self.reader.has_more) or self.scheduler.has_work
 
     @property

@@ -42,7 +42,7 @@ def export_prefix(engine: Engine, tokens: Sequence_[int], path: str | Path) -> i
 def export_request(engine: Engine, request_id: str, path: str | Path) -> int:
     """Write a request as it is now; gives the number of its tokens, new ones included."""
     request = engine.requests.get(request_id)
-    if request is None:
+    if request is None or request.finished:  # its end was read, and isn't told yet
         raise InputError(f"request {request_id!r} is not there, or done: one that isn't finished is wanted")
     if request.params.n != 1:
         raise InputError(f"request {request_id!r} has {request.params.n} samples: a session holds one")
@@ -79,8 +79,9 @@ def _take_prefix(engine: Engine, session: files.Session) -> None:
     # Not even what is cached goes for a prefix that would not fit without it.
     if engine.pages.num_available < count or not cache.free_pages(count) or not cache.free_slot():
         raise InputError(f"the session wants {count} pages and two slots, and there is no room for them now")
-    pool, pages = engine.runner.pool, engine.pages.take(count)
+    pool = engine.runner.pool
     (slot,) = pool.alloc()
+    pages = engine.pages.take(count)  # are there, and taking them asks no device
     try:
         files.scatter(engine.runner, slot, pages, session.tensors)
         if not cache.free_slot():

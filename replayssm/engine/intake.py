@@ -44,6 +44,8 @@ class Intake:
         """
         if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
             raise InputError(f"priority is {priority!r}: from {PRIORITIES[0]} to {PRIORITIES[-1]} is wanted")
+        if request_id is not None and not isinstance(request_id, str):
+            raise InputError(f"request_id is a {type(request_id).__name__}: a string is wanted")
         params.check_vocabulary(self.vocab_size)
         tokens = self.tokens(prompt)
         self.check_length(len(tokens), params.max_tokens)
@@ -66,6 +68,8 @@ class Intake:
                 raise InputError(f"the prompt can't be tokenized: {one_line(error)}") from error
         elif isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
             raise InputError(f"the prompt is a {type(prompt).__name__}: text or token ids are wanted")
+        elif (dimensions := getattr(prompt, "ndim", 1)) != 1:  # of a tensor or an array
+            raise InputError(f"the prompt has {dimensions} dimensions: one, of token ids, is wanted")
         else:
             tokens = [self._token(token) for token in prompt]
         if not tokens:
@@ -82,7 +86,11 @@ class Intake:
     def _token(self, token: object) -> int:
         if isinstance(token, bool) or not isinstance(token, SupportsIndex):
             raise InputError(f"the prompt has {token!r}: token ids are wanted")
-        token = index(token)
+        try:
+            token = index(token)
+        except TypeError as error:  # of a tensor
+            kind = type(token).__name__
+            raise InputError(f"the prompt has a {kind} that is no whole number: token ids are wanted") from error
         if not 0 <= token < self.vocab_size:
             raise InputError(f"the prompt has token id {token}: the model's are from 0 to {self.vocab_size - 1}")
         return token

@@ -31,7 +31,7 @@ from replayssm.loading import LoadedModel
 from replayssm.models.binding import binding_of
 from replayssm.models.fused import FusedModules, fusions_for
 from replayssm.models.support import find_adapters
-from replayssm.models.switch import CACHE_ARGUMENTS
+from replayssm.models.switch import CACHE_ARGUMENTS, mark_served
 from replayssm.ops import unavailable_reason
 from replayssm.state import ReplayPool
 
@@ -118,8 +118,11 @@ class Runner:
             raise ValueError(f"graphs were asked for on {self.device}: they want a GPU with Triton")
         self.cache = EngineCache(adapters, self.pool, self.pages, attention)
         self._attach(ring_len)
-        if graphs:
-            self.graphs = self._captured(max_pages_per_row)
+        try:
+            self.graphs = self._captured(max_pages_per_row) if graphs else None
+        except BaseException:  # from the keyboard, for one
+            self.close()
+            raise
 
     def page_tensors(self) -> dict[str, Tensor]:
         """What pages hold, by stable names, the page first; empty for a model without attention."""
@@ -131,8 +134,10 @@ class Runner:
         self._weights = []
         for module in self._attached:
             vars(module).pop(ATTRIBUTE, None)
-        if self._attached and self._enabled:
-            models.disable(self.model)
+        if self._attached:
+            mark_served(self.cache.adapters, False)
+            if self._enabled:
+                models.disable(self.model)
         self._attached = []
 
     @torch.no_grad()
@@ -326,11 +331,14 @@ class Runner:
     def _attach(self, ring_len: int) -> None:
         """Lead the model's layers to our cache."""
         self._configs = list({id(module.config): module.config for module in self._attached}.values())
-        for module in self._attached:
-            setattr(module, ATTRIBUTE, self.cache)
-        self._enabled = binding_of(self.model) is None
+        # Of a model that is enabled, a part may have been disabled alone.
+        needed = (self.model, *(adapter.mixer for adapter in self.cache.adapters))
+        self._enabled = any(binding_of(module) is None for module in needed)
         if self._enabled:
             models.enable(self.model, ring_len)
+        mark_served(self.cache.adapters, True)
+        for module in self._attached:
+            setattr(module, ATTRIBUTE, self.cache)
 
 
 def _attachment_points(model: Any) -> list[Any]:

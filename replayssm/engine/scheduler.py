@@ -208,21 +208,23 @@ class Scheduler:
         """Let waiting sequences join, in their order, as long as there is work for them in this step."""
         joined: list[Sequence] = []
         held: list[tuple[tuple[int, int, int], Sequence]] = []
-        while self.waiting and len(held) < self.limits.max_rows + FEW:
-            sequence = self.waiting[0][1]
-            if sequence.finished:
-                heapq.heappop(self.waiting)
-            elif sequence.in_flight or self._shares_soon(sequence):
-                held.append(heapq.heappop(self.waiting))
-            elif not self._has_budget():
-                break
-            elif self._place(sequence):
-                heapq.heappop(self.waiting)
-                joined.append(sequence)
-            elif not self._preempt_for(sequence):
-                break
-        for entry in held:
-            heapq.heappush(self.waiting, entry)
+        try:
+            while self.waiting and len(held) < self.limits.max_rows + FEW:
+                sequence = self.waiting[0][1]
+                if sequence.finished:
+                    heapq.heappop(self.waiting)
+                elif sequence.in_flight or self._shares_soon(sequence):
+                    held.append(heapq.heappop(self.waiting))
+                elif not self._has_budget():
+                    break
+                elif self._place(sequence):
+                    heapq.heappop(self.waiting)
+                    joined.append(sequence)
+                elif not self._preempt_for(sequence):
+                    break
+        finally:  # whatever fails ends those that run, and those that wait go on waiting
+            for entry in held:
+                heapq.heappush(self.waiting, entry)
         return joined
 
     def _has_budget(self) -> bool:
@@ -239,16 +241,13 @@ class Scheduler:
         spare = 0 if self.limits.invariant else len(self.running)  # each may want another page soon
         if not self._rows or self.pages.num_available - idle < wanted + spare or not self._slot_is_free():
             return False
-        if hit.node is None:
-            (sequence.slot,) = self.slots.alloc()
-        elif hit.node.snapshot is None:
+        if hit.node is not None and hit.node.snapshot is None:
             return self._place(sequence)  # its own hit was what had to go: now the slot is free
-        else:
-            sequence.slot = self.slots.fork(hit.node.snapshot)
-        self.pages.share(hit.pages)  # before others are evicted
-        self._free_pages(wanted)
-        sequence.pages = hit.pages + self.pages.take(wanted)
-        sequence.row = heapq.heappop(self._rows)
+        try:
+            self._equip(sequence, hit, wanted)
+        except BaseException:  # it runs not yet, so nobody else would give these back
+            self._give_back(sequence)
+            raise
         sequence.done = sequence.saved.done if sequence.saved else hit.length
         sequence.stops = self._stops(sequence, hit)
         sequence.phase = Phase.PREFILL
@@ -257,6 +256,18 @@ class Scheduler:
         if sequence.request.cached_tokens is None:
             sequence.request.cached_tokens = min(sequence.done, len(sequence.request.prompt))
         return True
+
+    def _equip(self, sequence: Sequence, hit: Hit, wanted: int) -> None:
+        """Give a sequence a slot, its hit's pages and others, and a row, all of which are there."""
+        if hit.node is None or hit.node.snapshot is None:
+            (sequence.slot,) = self.slots.alloc()
+        else:
+            sequence.slot = self.slots.fork(hit.node.snapshot)
+        self.pages.share(hit.pages)  # before others are evicted
+        sequence.pages = list(hit.pages)
+        self._free_pages(wanted)
+        sequence.pages += self.pages.take(wanted)
+        sequence.row = heapq.heappop(self._rows)
 
     def _find(self, sequence: Sequence) -> Hit:
         """What the cache has of all but the last token, whose output is what is wanted."""
@@ -351,9 +362,15 @@ class Scheduler:
 
     def _take_back(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.slots.free(sequence.slot)
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Take from a sequence what it has of slot, pages and row."""
+        if sequence.slot >= 0:
+            self.slots.free(sequence.slot)
         self.pages.release(sequence.pages)
-        heapq.heappush(self._rows, sequence.row)
+        if sequence.row >= 0:
+            heapq.heappush(self._rows, sequence.row)
         sequence.slot, sequence.row, sequence.pages, sequence.stops = -1, -1, [], set()
 
     # Pieces

@@ -58,10 +58,18 @@ class MixerCache:
 
 @dataclass
 class MixerBinding:
-    """On a mixer: the forward that the instance had of its own, if any, and one that a CPU can run, if needed."""
+    """On a mixer: the forward that the instance had of its own, if any, and one that a CPU can run, if needed.
+
+    Attributes:
+        served: whether an engine relies on it, so that it has to stay.
+    """
 
     previous: Callable[..., Any] | None
     on_cpu: Callable[..., Any] | None
+    served: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"served": False}  # no engine serves a copy
 
 
 class ModelBinding:

@@ -9,6 +9,7 @@ kernels while it is given a ReplayCache.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from replayssm import ops
+from replayssm.models.adapters import Adapter
 from replayssm.models.binding import ATTRIBUTE, MixerBinding, MixerCache, ModelBinding, Settings, binding_of
 from replayssm.models.cache import ReplayCache
 from replayssm.models.fallback import without_gpu_kernels
@@ -57,10 +59,11 @@ def enable(
         The same model.
 
     Raises:
-        ValueError: the architecture isn't supported, or a setting is out of range.
+        ValueError: the architecture isn't supported, a setting is out of range, or an engine serves the model.
     """
     settings = Settings(ring_len, state_dtype, ring_dtype, backend)
     adapters = find_adapters(model)
+    _check_not_served(adapters)
     weight = adapters[0].mixer.conv1d.weight
     StateDtypes.choose(state_dtype, weight.dtype, ring_dtype)
     ops.resolve_backend(backend, weight.device)
@@ -88,9 +91,13 @@ def disable(model: Model) -> Model:
 
     Returns:
         The same model.
+
+    Raises:
+        ValueError: an engine serves the model.
     """
     binding = binding_of(model)
     if binding is not None:
+        _check_not_served(binding.adapters)
         for adapter in binding.adapters:
             _release(adapter.mixer)
         if _PREPARE in vars(model):
@@ -108,6 +115,18 @@ def last_cache(model: nn.Module) -> ReplayCache | None:
     """
     binding = binding_of(model)
     return None if binding is None else binding.last_cache
+
+
+def mark_served(adapters: Iterable[Adapter], served: bool) -> None:
+    """An engine begins or ends to serve a model; in between its layers stay as they are."""
+    for adapter in adapters:
+        binding_of(adapter.mixer).served = served
+
+
+def _check_not_served(adapters: Iterable[Adapter]) -> None:
+    bindings = [binding_of(adapter.mixer) for adapter in adapters]
+    if any(binding is not None and binding.served for binding in bindings):
+        raise ValueError("the model is served by an engine: close that one first, or load the model again")
 
 
 def _mixer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
 from operator import index
@@ -119,12 +120,12 @@ class ReplayPool:
         Raises:
             SlotError: fewer than ``count`` slots are free; none is taken.
         """
-        slots = self._take(count)
-        if zero:
-            run = self._index(slots)
-            for state in self._states:
-                state.checkpoint[run] = 0
-                state.conv[run] = 0
+        with self._taking(count) as slots:
+            if zero:
+                run = self._index(slots)
+                for state in self._states:
+                    state.checkpoint[run] = 0
+                    state.conv[run] = 0
         return slots
 
     def free(self, slots: int | Sequence[int]) -> None:
@@ -155,20 +156,11 @@ class ReplayPool:
             SlotError: ``src`` is not in use, or no slot is free.
         """
         self._checked(src)
-        (dst,) = self._take(1)
-        if self._use[src] is _Use.SNAPSHOT:
-            for state in self._states:
-                state.conv[dst] = state.conv[src]
-            self.checkpoint_slot[dst] = src
-            self._forks[src].add(dst)
-            return dst
-        source = self.checkpoint_slot[src : src + 1]
-        for state in self._states:
-            state.checkpoint[dst] = state.checkpoint.index_select(0, source)[0]
-            for tensor in state.per_slot:
-                tensor[dst] = tensor[src]
-        self.write_pos[dst] = self.write_pos[src]
-        self._copied_bytes += self.checkpoint_bytes_per_slot
+        with self._taking(1) as (dst,):
+            if self._use[src] is _Use.SNAPSHOT:
+                self._refer(src, dst)
+            else:
+                self._copy(src, dst)
         return dst
 
     def snapshot(self, src: int) -> int:
@@ -180,9 +172,9 @@ class ReplayPool:
             SlotError: ``src`` is not in use, or no slot is free.
         """
         self._checked(src)
-        (dst,) = self._take(1)
-        self._fold_into(src, dst)
-        self.seal(dst)
+        with self._taking(1) as (dst,):
+            self._fold_into(src, dst)
+            self.seal(dst)
         return dst
 
     def seal(self, slot: int) -> None:
@@ -394,6 +386,18 @@ class ReplayPool:
             self._indexed[key] = to_device(slots, torch.int64, self.device)
         return self._indexed[key]
 
+    @contextmanager
+    def _taking(self, count: int) -> Iterator[list[int]]:
+        """Slots for whoever fills them; free again if that fails."""
+        slots = self._take(count)
+        try:
+            if slots:
+                self.reset_cursors(slots)
+            yield slots
+        except BaseException:
+            self.free(slots)
+            raise
+
     def _take(self, count: int) -> list[int]:
         if count < 0:
             raise SlotError(f"count is {count}: 0 or more slots are wanted")
@@ -404,9 +408,24 @@ class ReplayPool:
         slots = [heapq.heappop(self._free) for _ in range(count)]
         for slot in slots:
             self._use[slot] = _Use.LIVE
-        if slots:
-            self.reset_cursors(slots)
         return slots
+
+    def _refer(self, src: int, dst: int) -> None:
+        """Let ``dst`` read the checkpoint of a snapshot."""
+        for state in self._states:
+            state.conv[dst] = state.conv[src]
+        self.checkpoint_slot[dst] = src
+        self._forks[src].add(dst)
+
+    def _copy(self, src: int, dst: int) -> None:
+        """Write state, records and cursor of a live slot into ``dst``."""
+        source = self.checkpoint_slot[src : src + 1]
+        for state in self._states:
+            state.checkpoint[dst] = state.checkpoint.index_select(0, source)[0]
+            for tensor in state.per_slot:
+                tensor[dst] = tensor[src]
+        self.write_pos[dst] = self.write_pos[src]
+        self._copied_bytes += self.checkpoint_bytes_per_slot
 
     def _fold_into(self, src: int, dst: int) -> None:
         for layer, state in enumerate(self._states):
