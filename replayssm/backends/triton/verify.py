@@ -487,6 +487,7 @@ def verify_step(layer: Layer, rules: Rules, step: Step, window: Window) -> Tenso
     batch, tokens, num_v_heads, head_v_dim = v.shape
     num_k_heads, head_k_dim = k.shape[2:]
     channel = layer.channel
+    a = _evenly_placed(a) if channel else a
     num_tokens = window.num_tokens.contiguous()
     parents = window.parents if window.parents is None or window.parents.stride(1) == 1 else window.parents.contiguous()
     if not batch or not tokens:
