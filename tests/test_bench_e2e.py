@@ -155,6 +155,14 @@ def test_prompts_of_a_round_are_new_and_share_what_they_should():
 def test_shared_prefixes_come_from_the_cache(small):
     rows = served.point(small, replace(SMALL, contenders=("replay", "no-replay")), "shared-prefix")
     assert [row["cached_tokens"] for row in rows] == [64, 64]
+    assert [row["ttft_ratio"] is None for row in rows] == [False, True]
+
+
+def test_first_tokens_are_compared_within_each_round():
+    def turns(*seconds):
+        return [served.Served(1.0, ttft, 1.0, 0.0, None) for ttft in seconds]
+
+    assert served._ttft_ratio(turns(1.0, 2.0, 4.0), turns(0.5, 2.0, 5.0)) == 1.0
 
 
 # All of it

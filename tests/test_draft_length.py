@@ -91,12 +91,17 @@ def test_rows_without_drafts_pay_for_the_window_of_the_others():
     assert adaptive.expected_tokens(1) == pytest.approx(1 + 1 / 4)
 
 
-def test_measured_costs_are_averages_that_leave_out_the_first_step():
-    costs = MeasuredCosts(weight=0.5)
+def test_measured_costs_are_medians_that_leave_out_the_first_step():
+    costs = MeasuredCosts(last=3)
     costs.observe(0, 100.0)  # a warm-up
     assert costs.step(3) == GivenCosts().step(3)
     costs.observe(0, 1.0)
     costs.observe(0, 2.0)
+    assert costs.step(0) == 1.5
+    costs.observe(0, 400.0)  # the caller paused
+    assert costs.step(0) == 2.0
+    for _ in range(2):
+        costs.observe(0, 1.5)
     assert costs.step(0) == 1.5
     costs.observe(4, 100.0)
     costs.observe(4, 3.5)

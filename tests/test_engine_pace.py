@@ -104,6 +104,15 @@ def test_batches_of_different_size_are_judged_by_themselves():
     assert lengths.choose([3]) == 3
 
 
+def test_a_pause_of_the_caller_does_not_make_windows_pay():
+    world, windows = World(8, 0.0), 0
+    for _ in range(20):
+        world.run(16)
+        windows += world.windows
+        world.lengths.took(world.rows, 0, 100 * world.plain)
+    assert windows < 20
+
+
 def test_the_first_steps_have_no_drafts_so_that_they_are_known():
     lengths = DraftLength(3)
     assert [lengths.begin(4) for _ in range(PLAIN_STEPS + 1)] == [False] * PLAIN_STEPS + [True]

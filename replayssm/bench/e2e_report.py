@@ -39,11 +39,16 @@ class LoadTable:
         order = {name: place for place, name in enumerate(CONTENDERS)}
         for row in sorted(self._rows, key=lambda row: (row["batch"], order[row["contender"]])):
             ratios = [self._ratio(row, name, "tokens_per_s", 2) for name in self._beside]
-            first = [self._ratio(row, "no-replay", "ttft_ms", 3)] if self._has_first else []
+            first = [self._first(row)] if self._has_first else []
             setting = ["–" if row["ring_len"] is None else str(row["ring_len"]), row["state_dtype"]]
             rate = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else _problem(row)
             times = ["–" if row.get(name) is None else f"{row[name]:.2f}" for name in self._columns.values()]
             yield [str(row["batch"]), _name(row), *setting, *ratios, rate, *times, *first]
+
+    def _first(self, row: Row) -> str:
+        """Of the turns in pairs, where they had some."""
+        ratio = row.get("ttft_ratio")
+        return self._ratio(row, "no-replay", "ttft_ms", 3) if ratio is None else f"{ratio:.3f}"
 
     def _ratio(self, row: Row, name: str, column: str, digits: int) -> str:
         other = self._at.get((name, row["batch"]))

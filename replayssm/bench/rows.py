@@ -19,8 +19,9 @@ def new_row(loaded: LoadedModel, options: Options, contender: str, load: str, ba
     """A row without times.
 
     Tokens per second are of all rows together. ``ttft_ms`` and ``tpot_ms`` are the time to a request's first token and
-    then per token; ``step_ms`` is a decode step of the engine, ``forward_ms`` the model's part of it on the device, and
-    ``host_ms`` what the host does in a step, most of it while the device computes.
+    then per token, ``ttft_ratio`` the former over that of the engine without replay; ``step_ms`` is a decode step of
+    the engine, ``forward_ms`` the model's part of it on the device, and ``host_ms`` what the host does in a step, most
+    of it while the device computes.
     """
     ours = contender != "transformers"
     speculates = contender == "speculate"
@@ -43,6 +44,7 @@ def new_row(loaded: LoadedModel, options: Options, contender: str, load: str, ba
         "graphs": None if ours else False,
         "tokens_per_s": None,
         "ttft_ms": None,
+        "ttft_ratio": None,
         "tpot_ms": None,
         "step_ms": None,
         "forward_ms": None,

@@ -49,8 +49,10 @@ def point(loaded: LoadedModel, options: Options, load: str) -> list[Row]:
                     turns[name].append(
                         _serve(engine, _prompts(options, load, engine.runner.vocab_size, number), options)
                     )
-        for name in rows:
-            rows[name] |= _figures(turns[name][1:])
+        for name, row in rows.items():
+            row.update(_figures(turns[name][1:]))
+            if "no-replay" in turns and name != "no-replay":
+                row["ttft_ratio"] = _ttft_ratio(turns[name][1:], turns["no-replay"][1:])
     except Exception as error:  # out of memory, mostly: other points are still to be measured
         logger.exception("load %s", load)
         for row in rows.values():
@@ -96,6 +98,11 @@ def _serve(engine: Engine, prompts: list[Tokens], options: Options) -> Served:
         cached_tokens=median(output.cached_tokens for output in outputs),
         tokens_per_step=1 + accepted / windows if windows else None,
     )
+
+
+def _ttft_ratio(turns: list[Served], others: list[Served]) -> float:
+    """The median over the rounds: in each, both had the same prompts, and the host the same speed, which drifts."""
+    return round(median(turn.ttft / other.ttft for turn, other in zip(turns, others, strict=True)), 3)
 
 
 def _figures(turns: list[Served]) -> dict[str, float | None]:

@@ -11,7 +11,9 @@ choices.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Protocol
 
 
@@ -43,30 +45,33 @@ class GivenCosts:
 
 
 class MeasuredCosts:
-    """Costs from measured seconds, as exponential averages per draft length.
+    """Costs from measured seconds, the median of the last few steps of each draft length.
 
+    A median, because a step now and then takes many times as long: a caller paused, another process had the processor.
     The first step of a length is not counted: it may hold a warm-up. A length that was not seen lies on the line
     between the next shorter and the next longer one that were; beyond them, it is to its neighbour as in the prior.
 
     Args:
         prior: relative costs before anything was measured.
-        weight: of a new measurement.
+        last: how many steps of a length count.
     """
 
-    def __init__(self, prior: Costs | None = None, weight: float = 0.2) -> None:
-        _check_weight(weight)
+    def __init__(self, prior: Costs | None = None, last: int = 5) -> None:
+        if last < 1:
+            raise ValueError(f"last is {last}: at least one step is wanted")
         self.prior: Costs = prior or GivenCosts()
-        self.weight = weight
-        self._warm: set[int] = set()
+        self.last = last
+        self._taken: dict[int, deque[float]] = {}  # empty behind the first step
         self._seconds: dict[int, float] = {}
 
     def observe(self, num_drafts: int, seconds: float) -> None:
         """One step took so long, proposal included."""
-        if num_drafts not in self._warm:
-            self._warm.add(num_drafts)
+        taken = self._taken.get(num_drafts)
+        if taken is None:
+            self._taken[num_drafts] = deque(maxlen=self.last)
             return
-        before = self._seconds.get(num_drafts, seconds)
-        self._seconds[num_drafts] = before + self.weight * (seconds - before)
+        taken.append(seconds)
+        self._seconds[num_drafts] = median(taken)
 
     def step(self, num_drafts: int) -> float:
         """See :meth:`Costs.step`."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,8 @@ class Library:
                 extra_cuda_cflags=[*self._options, *(f"-isystem {path}" for path in self._includes)],
                 build_directory=str(folder),
             )
+        with suppress(OSError):  # FlashInfer's libraries call the driver, and aren't linked with it
+            ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         return tvm_ffi.load_module(str(library))
 
 
