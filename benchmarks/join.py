@@ -15,7 +15,7 @@ from typing import Any
 from replayssm.bench.report import write
 
 SAME = ("suite", "gpu", "cpu", "driver", "torch", "triton")
-POINT = ("op", "contender", "batch", "state_dtype", "ring_len", "window", "shape")
+POINT = ("op", "load", "contender", "batch", "state_dtype", "ring_len", "window", "shape", "prompt_tokens", "sampled")
 
 
 class JoinError(ValueError):
@@ -29,7 +29,7 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
         values = {str(meta.get(key)) for meta in metas}
         if len(values) > 1:
             raise JoinError(f"{key} differs: {' and '.join(sorted(values))}")
-    rows = {tuple(row[key] for key in POINT): row for result in results for row in result["rows"]}
+    rows = {tuple(row.get(key) for key in POINT): row for result in results for row in result["rows"]}
     rivals = {name: version for meta in metas for name, version in meta.get("rivals", {}).items()}
     measured = sum(meta.get("points_measured", 0) for meta in metas)
     about = {**metas[-1], "rivals": rivals, "points": measured, "points_measured": measured, "runs": metas}
