@@ -158,6 +158,17 @@ def test_shared_prefixes_come_from_the_cache(small):
     assert [row["ttft_ratio"] is None for row in rows] == [False, True]
 
 
+def test_a_model_whose_logits_are_nan_is_reported_and_not_timed(config):
+    broken = random_model(config, "float32", "cpu")
+    with torch.no_grad():
+        next(broken.model.base_model.parameters()).fill_(torch.nan)
+    options = replace(SMALL, contenders=("replay",))
+    rows = [row for point in filled.points(broken, options) for row in point]
+    rows += served.point(broken, options, "no-prefix")
+    assert len(rows) > 1
+    assert all("logits are NaN" in row["error"] and row["tokens_per_s"] is None for row in rows)
+
+
 def test_first_tokens_are_compared_within_each_round():
     def turns(*seconds):
         return [served.Served(1.0, ttft, 1.0, 0.0, None) for ttft in seconds]
@@ -322,9 +333,10 @@ def test_the_command_fails_where_one_of_ours_does(config, capfd, monkeypatch):
         ("--kept 5", "kept is 5: a window of 3 drafts has 4 tokens"),
         ("--state-dtype float32,bfloat16", "state-dtype is 'float32,bfloat16': one of"),
         ("--model nowhere.json", "model 'nowhere.json' is neither a folder nor a bundled model"),
-        ("--prompt-tokens 9000", "prompt-tokens is 9000: with"),
-        ("--context 9000", "prompt-tokens is 128 and context 9000: with"),
+        ("--prompt-tokens 9000", "prompt-tokens is 9000, new-tokens 64: "),
+        ("--context 9000", "prompt-tokens is 128, new-tokens 64, context 9000: "),
         ("--backend fast", "backend is 'fast': it must be one of auto, cpu, torch, triton, cuda"),
+        ("--load shared-prefix --contender transformers", "load is shared-prefix and contender transformers"),
         ("--seconds soon", "seconds is 'soon': whole numbers"),
         ("--device cuda", "device is 'cuda', but torch sees no GPU"),
         ("--output .", "output is '.', which is a folder"),

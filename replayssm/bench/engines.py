@@ -14,6 +14,7 @@ from torch import Tensor
 
 from replayssm.engine.engine import Engine
 from replayssm.engine.options import EngineOptions
+from replayssm.engine.outputs import Update
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Saved
 from replayssm.engine.session import gather
@@ -86,7 +87,7 @@ def computed_context(engine: Engine, tokens: Tokens) -> Saved:
     name = engine.add(tokens, params)
     (sequence,) = engine.requests[name].sequences
     while sequence.done < len(tokens):
-        engine.step()
+        stepped(engine)
     size = engine.runner.page_size
     tensors = gather(engine.runner, sequence.slot, sequence.pages[: -(-len(tokens) // size)])
     device = engine.runner.pool.device
@@ -118,7 +119,20 @@ def fill(
             request = engine.prepare(tokens, params, None, 0)
             request.sequences[0].saved = context
             engine.enqueue(request)
-        engine.step()
+        stepped(engine)
+
+
+def stepped(engine: Engine) -> list[Update]:
+    """A step's updates.
+
+    Raises:
+        RuntimeError: a sample ended with an error.
+    """
+    updates = engine.step()
+    for update in updates:
+        if update.finish_reason == "error":
+            raise RuntimeError(update.message)
+    return updates
 
 
 def clear(engine: Engine) -> None:

@@ -20,6 +20,7 @@ from replayssm.bench.engines import (
     free_memory,
     random_tokens,
     row_tensors,
+    stepped,
     synchronize,
 )
 from replayssm.bench.rows import FILLED, Row, milliseconds, new_row, said, setting
@@ -149,11 +150,11 @@ def _take_turns(made: dict[str, Engine], options: Options, device: str) -> dict[
 
 def _turn(engine: Engine, steps: int) -> Turn:
     """Time some steps. The one before them isn't timed: the device was another's, and an engine launches ahead."""
-    engine.step()
+    stepped(engine)
     tokens, waited = 0, engine.waited_seconds
     start = time.perf_counter()
     for _ in range(steps):
-        tokens += sum(len(update.token_ids) for update in engine.step())
+        tokens += sum(len(update.token_ids) for update in stepped(engine))
     return Turn(steps, tokens, time.perf_counter() - start, engine.waited_seconds - waited)
 
 

@@ -89,6 +89,9 @@ def _serve(engine: Engine, prompts: list[Tokens], options: Options) -> Served:
     outputs = engine.generate(prompts, params)
     seconds = time.perf_counter() - start
     after = engine.stats()
+    failed = [output.completions[0].message for output in outputs if output.completions[0].finish_reason == "error"]
+    if failed:
+        raise RuntimeError(failed[0])
     windows, accepted = after.windows - before.windows, after.accepted - before.accepted
     later = max(1, options.new_tokens - 1)
     return Served(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
-from replayssm.bench.rows import CONTENDERS, LOADS
+from replayssm.bench.rows import CONTENDERS, FILLED, LOADS, SHARED_PREFIX
 from replayssm.cli.lists import names, numbers
 from replayssm.cli.measuring import check_output, measured, said
 from replayssm.cli.values import NAMES
@@ -88,6 +88,8 @@ def e2e(
     contexts = numbers("context", context, MAX_TOKENS) if context else ()
     limit = _number("seconds", seconds, MAX_SECONDS) if seconds else None
     prompts = _number("prompt-tokens", prompt_tokens, MAX_TOKENS) if prompt_tokens else None
+    if contenders == ("transformers",) and loads == (SHARED_PREFIX,):
+        raise InputError("load is shared-prefix and contender transformers: it has no prefix cache, so nothing is left")
     check_output(output)
     load_options = LoadOptions(dtype=dtype, device=device)
     most = _context_of(model)
@@ -156,10 +158,11 @@ def _load(model: str, options: LoadOptions) -> LoadedModel:
 def _check_context(model: str, most: int | None, options: Options) -> None:
     """Refuse what the model wasn't made for."""
     if most is not None and options.most_tokens > most:
-        given = f"prompt-tokens is {options.prompt_tokens}"
+        given = f"prompt-tokens is {options.prompt_tokens}, new-tokens {options.new_tokens}"
         if options.contexts:
-            given += f" and context {max(options.contexts)}"
-        raise InputError(f"{given}: with new tokens that makes {options.most_tokens}, and {model} was made for {most}")
+            given += f", context {max(options.contexts)}"
+        steps = ", with the filled load's steps" if FILLED in options.loads else ""
+        raise InputError(f"{given}: {options.most_tokens} tokens{steps}, and {model} was made for {most}")
 
 
 def _run(loaded: LoadedModel, options: Options, output: Path | None) -> dict[str, Any]:
