@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from replayssm.engine.engine import Engine
 from replayssm.engine.options import EngineOptions
-from replayssm.engine.outputs import Update
+from replayssm.engine.outputs import Completion, Update
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Saved
 from replayssm.engine.session import gather
@@ -129,10 +129,15 @@ def stepped(engine: Engine) -> list[Update]:
         RuntimeError: a sample ended with an error.
     """
     updates = engine.step()
-    for update in updates:
-        if update.finish_reason == "error":
-            raise RuntimeError(update.message)
+    check_ends(updates)
     return updates
+
+
+def check_ends(parts: Iterable[Update | Completion]) -> None:
+    """Refuse to go on where a sample ended with an error: what it took says nothing."""
+    for part in parts:
+        if part.finish_reason == "error":
+            raise RuntimeError(part.message)
 
 
 def clear(engine: Engine) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from replayssm.bench.engines import ENGINES, Tokens, engines, random_tokens
+from replayssm.bench.engines import ENGINES, Tokens, check_ends, engines, random_tokens
 from replayssm.bench.rows import SHARED_PREFIX, Row, milliseconds, new_row, said, setting
 from replayssm.engine.engine import Engine
 from replayssm.engine.options import EngineOptions
@@ -89,9 +89,7 @@ def _serve(engine: Engine, prompts: list[Tokens], options: Options) -> Served:
     outputs = engine.generate(prompts, params)
     seconds = time.perf_counter() - start
     after = engine.stats()
-    failed = [output.completions[0].message for output in outputs if output.completions[0].finish_reason == "error"]
-    if failed:
-        raise RuntimeError(failed[0])
+    check_ends(output.completions[0] for output in outputs)
     windows, accepted = after.windows - before.windows, after.accepted - before.accepted
     later = max(1, options.new_tokens - 1)
     return Served(

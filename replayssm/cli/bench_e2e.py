@@ -123,10 +123,9 @@ def _is_config(model: str) -> bool:
 def _context_of(model: str) -> int | None:
     """The tokens that a model was made for, prompt and answer together; None: no limit. Checks the model."""
     if _is_config(model):
-        from replayssm.bench.random_model import make_config, read_config
+        from replayssm.bench.random_model import make_config
 
-        read_config(Path(model))  # before anything heavy is imported, as check_model does
-        config = make_config(Path(model))
+        config = make_config(Path(model))  # which reads the file before it imports anything heavy
     else:
         folder = check_model(model)
 
