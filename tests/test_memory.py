@@ -6,7 +6,7 @@ import pytest
 
 from replayssm.engine import memory, setup
 from replayssm.engine.engine import Engine
-from replayssm.engine.memory import CPU_BYTES, Costs, budget_bytes, plan_memory
+from replayssm.engine.memory import CPU_BYTES, Costs, budget_bytes, plan_memory, step_tokens
 from replayssm.engine.options import EngineOptions
 from replayssm.errors import InputError
 from tests.test_engine import engine_with
@@ -64,6 +64,21 @@ def test_a_budget_without_room_for_what_is_asked_says_what_is_wanted(rows):
 def test_rows_leave_a_step_room_for_a_prompt():
     assert plan(EngineOptions(max_step_tokens=48), rows=256).max_rows == 32
     assert plan(EngineOptions(max_step_tokens=48, speculate="ngram"), rows=256).max_rows == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "budget", "tokens"),
+    [
+        ({}, "cpu", 2**40, 2048),
+        ({}, "cuda", 80 * 1024 * MIB, 8192),
+        ({}, "cuda", 60 * 1024 * MIB, 4096),
+        ({}, "cuda", 20 * 1024 * MIB, 2048),
+        ({"max_step_tokens": 100}, "cuda", 80 * 1024 * MIB, 100),
+        ({"max_rows": 700, "speculate": "ngram"}, "cpu", 2**40, 2816),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_a_tenth_of_the_memory_takes(options, device, budget, tokens):
+    assert step_tokens(EngineOptions(**options), device, budget, lambda tokens: tokens * MIB) == tokens
 
 
 def test_a_cpu_takes_a_share_of_what_is_free(monkeypatch):
