@@ -100,6 +100,13 @@ def test_pages_and_slots_are_as_many_as_planned():
     assert engine.runner.pool.num_slots == engine.plan.num_slots
 
 
+@pytest.mark.parametrize(("context", "warns"), [(512, False), (513, True)])
+def test_an_engine_warns_of_contexts_that_the_model_was_not_made_for(caplog, context, warns):
+    engine_with(max_context=context)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [f"may have {context} tokens: " in line and "was made for 512," in line for line in told] == [True] * warns
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
