@@ -117,7 +117,7 @@ def test_an_engine_warns_of_contexts_that_the_model_was_not_made_for(caplog, con
         ({"snapshot_every": 8}, "snapshot_every is 8: it must be at least 16"),
         ({"snapshot_share": 1.0}, "snapshot_share is 1.0: it must be at least 0 and below 1"),
         ({"speculate": "magic"}, "speculate is 'magic': it must be one of ngram, mtp"),
-        ({"speculate": "ngram", "replay": False}, "speculate was given and replay is False"),
+        ({"speculate": "ngram", "replay": False}, "speculate and replay=False were both given"),
         ({"num_draft": 16}, "num_draft is 16: it must be from 1 to 15"),
         (
             {"max_rows": 100, "max_step_tokens": 100},

@@ -114,7 +114,7 @@ class EngineOptions:
             return
         check_one_of("speculate", self.speculate, SPECULATE)
         if not self.replay:
-            raise InputError("speculate was given and replay is False: drafts are rolled back by replay, choose one")
+            raise InputError("speculate and replay=False were both given: drafts are rolled back by replay, choose one")
         if self.batch_invariant:
             raise InputError("speculate and batch_invariant were both given: what is drafted changes a step's sizes")
 
