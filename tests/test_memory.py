@@ -115,6 +115,13 @@ def test_pages_and_slots_are_as_many_as_planned():
     assert engine.runner.pool.num_slots == engine.plan.num_slots
 
 
+@pytest.mark.parametrize(("context", "warns"), [(512, False), (513, True)])
+def test_an_engine_warns_of_contexts_that_the_model_was_not_made_for(caplog, context, warns):
+    engine_with(max_context=context)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [f"may have {context} tokens: " in line and "was made for 512," in line for line in told] == [True] * warns
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -125,7 +132,7 @@ def test_pages_and_slots_are_as_many_as_planned():
         ({"snapshot_every": 8}, "snapshot_every is 8: it must be at least 16"),
         ({"snapshot_share": 1.0}, "snapshot_share is 1.0: it must be at least 0 and below 1"),
         ({"speculate": "magic"}, "speculate is 'magic': it must be one of ngram, mtp"),
-        ({"speculate": "ngram", "replay": False}, "speculate was given and replay is False"),
+        ({"speculate": "ngram", "replay": False}, "speculate and replay=False were both given"),
         ({"num_draft": 16}, "num_draft is 16: it must be from 1 to 15"),
         (
             {"max_rows": 100, "max_step_tokens": 100},

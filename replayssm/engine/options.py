@@ -29,8 +29,8 @@ class EngineOptions:
         ring_dtype: dtype of the ring's updates, or "auto".
         backend: of the operators, see :mod:`replayssm.ops`.
         max_rows: sequences that run at once; None: as many as fit, within reason.
-        max_context: tokens of prompt and output together, one of each at least; None: what the model was made for,
-            as far as memory goes.
+        max_context: tokens of prompt and output together, one of each at least, more than the model was made for with
+            a warning; None: what it was made for, as far as memory goes.
         page_size: tokens of a page of keys and values.
         memory_bytes: for states, snapshots, pages and the sampler; None: a share of what is free, on a CPU 1 GiB at
             most.
@@ -118,7 +118,7 @@ class EngineOptions:
             return
         check_one_of("speculate", self.speculate, SPECULATE)
         if not self.replay:
-            raise InputError("speculate was given and replay is False: drafts are rolled back by replay, choose one")
+            raise InputError("speculate and replay=False were both given: drafts are rolled back by replay, choose one")
         if self.batch_invariant:
             raise InputError("speculate and batch_invariant were both given: what is drafted changes a step's sizes")
 
