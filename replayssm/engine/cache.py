@@ -28,7 +28,7 @@ from replayssm.models.kernels import decode_kernels, verify_kernels
 from replayssm.state import ReplayPool
 
 ATTENTION = "replayssm_paged"
-ATTRIBUTE = "_replayssm_engine"  # of an attention module: the engine's cache
+ATTRIBUTE = "_replayssm_engine"  # of an attention module, during a forward: the engine's cache
 
 
 class Step(ABC):

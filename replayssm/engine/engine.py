@@ -44,7 +44,7 @@ class Engine:
 
     Args:
         model: a bundled model's name, a folder in transformers' format, or a loaded model, which then belongs to the
-            engine until :meth:`close`.
+            engine until :meth:`close`. An engine that is garbage gives it back, too, with replay enabled.
         options: how it is set up.
         load: how the model is loaded, if it isn't yet.
         runner: the class that runs the model; tests have one of their own.
