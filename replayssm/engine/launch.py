@@ -13,7 +13,7 @@ from torch import Tensor
 from replayssm.engine.constraints import Constraints
 from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.drafts import Drafts, Proposal
-from replayssm.engine.drawn import NO_TOKEN, Sampled, SampledCopy, VerifiedCopy
+from replayssm.engine.drawn import Sampled, SampledCopy, VerifiedCopy
 from replayssm.engine.forward import Chunk
 from replayssm.engine.outputs import TokenLogprobs
 from replayssm.engine.request import Sequence
@@ -23,6 +23,7 @@ from replayssm.engine.scheduler import Piece
 from replayssm.engine.session import scatter
 from replayssm.engine.tables import Batch, RowTables
 from replayssm.engine.transfer import to_device
+from replayssm.speculate.sampling import NO_TOKEN
 
 
 class Read(NamedTuple):

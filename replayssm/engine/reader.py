@@ -14,11 +14,7 @@ from replayssm.engine.outputs import TokenLogprobs, Update
 from replayssm.engine.request import Phase, Request, Sequence
 from replayssm.engine.stats import Tally
 from replayssm.engine.text import Piece
-
-BROKEN = (
-    "the model gave no token: its logits are NaN or infinite, as those of a broken checkpoint are, or of numbers too "
-    "large for the model's dtype"
-)
+from replayssm.errors import BROKEN_LOGITS
 
 
 class _Taken(NamedTuple):
@@ -163,5 +159,5 @@ def _problem(read: Read) -> str | None:
     """Why a sequence can't go on behind the tokens that were read."""
     constraint = read.sequence.constraint
     if constraint is None:
-        return BROKEN if read.broken else None
-    return (constraint.why_nothing_came() or BROKEN) if read.broken else constraint.error
+        return BROKEN_LOGITS if read.broken else None
+    return (constraint.why_nothing_came() or BROKEN_LOGITS) if read.broken else constraint.error
