@@ -47,7 +47,7 @@ def export_request(engine: Engine, request_id: str, path: str | Path) -> int:
     if request.params.n != 1:
         raise InputError(f"request {request_id!r} has {request.params.n} samples: a session holds one")
     (sequence,) = request.sequences
-    asked = files.asked(request.params, num_prompt=len(request.prompt), seed=request.seed, priority=request.priority)
+    asked = files.request_header(request)
     size, done = engine.runner.page_size, sequence.done
     header = files.Header(model=engine.fingerprint, page_size=size, done=done, request=asked)
     tensors = files.gather(engine.runner, sequence.slot, sequence.pages[: -(-done // size)]) if done else {}
@@ -92,7 +92,7 @@ def _take_prefix(engine: Engine, session: files.Session) -> None:
         engine.pages.release(pages)
 
 
-def _take_request(engine: Engine, session: files.Session, asked: files.Asked, request_id: str | None) -> str:
+def _take_request(engine: Engine, session: files.Session, asked: files.RequestHeader, request_id: str | None) -> str:
     """Queue a request that goes on behind the tokens that it has."""
     prompt, new = session.tokens[: asked.num_prompt], session.tokens[asked.num_prompt :]
     request = engine.prepare(prompt, asked.sampling_params(), request_id, asked.priority)

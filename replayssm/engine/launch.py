@@ -45,7 +45,7 @@ class Read(NamedTuple):
 
 
 @dataclass
-class Drawn:
+class Launched:
     """Tokens that were drawn, on their way to the host.
 
     Attributes:
@@ -160,7 +160,7 @@ class Launcher:
         if self.drafts is not None and pages:
             self.drafts.wipe(pages)
 
-    def prefill(self, pieces: Sequence_[Piece], *, ahead: bool = False) -> list[Drawn]:
+    def prefill(self, pieces: Sequence_[Piece], *, ahead: bool = False) -> list[Launched]:
         """Compute pieces of prompts, and draw a token for each sequence whose last token is among them.
 
         Args:
@@ -187,7 +187,7 @@ class Launcher:
 
     def decode(
         self, sequences: list[Sequence], windows: list[int], *, ahead: bool = False, drafting: bool = True
-    ) -> Drawn:
+    ) -> Launched:
         """One more token for each sequence, or as many as its drafts turn out to be right.
 
         Args:
@@ -222,7 +222,7 @@ class Launcher:
             return proposal
         return proposal.cut(self.lengths.choose(proposal.num_drafts))
 
-    def _verify(self, sequences: list[Sequence], batch: Batch, tokens: Tensor, proposal: Proposal) -> Drawn:
+    def _verify(self, sequences: list[Sequence], batch: Batch, tokens: Tensor, proposal: Proposal) -> Launched:
         counts = [1 + count for count in proposal.num_drafts]
         num_tokens = to_device(counts, torch.int32, self.tables.device)
         logits, hidden = self.runner.verify(batch.slots, batch.pages, batch.lengths, tokens, num_tokens)
@@ -234,19 +234,19 @@ class Launcher:
         self.runner.commit(batch.slots, num_tokens, verified.num_accepted)
         self._note(sequences, batch, verified.last)
         learn = self._learn(sequences, hidden, verified.tokens)
-        return Drawn(sequences, copy, proposal.num_drafts, learn)
+        return Launched(sequences, copy, proposal.num_drafts, learn)
 
     def _drawn(
         self, sequences: list[Sequence], batch: Batch, sampled: Sampled, hidden: Tensor, *, ahead: bool
-    ) -> Drawn:
+    ) -> Launched:
         """One token for each sequence; `hidden` is ``[B, D]``."""
         self._note(sequences, batch, sampled.tokens)
         if ahead and self.drafts is not None and self.drafts.needs_hidden:
             # When these tokens are read, the next step has put its hidden states in the place of theirs.
             self.drafts.missed([sequence.row for sequence in sequences])
-            return Drawn(sequences, sampled.start_copy())
+            return Launched(sequences, sampled.start_copy())
         learn = self._learn(sequences, hidden[:, None], sampled.tokens[:, None])
-        return Drawn(sequences, sampled.start_copy(), learn=learn)
+        return Launched(sequences, sampled.start_copy(), learn=learn)
 
     def _learn(self, sequences: list[Sequence], hidden: Tensor, tokens: Tensor) -> Learn | None:
         if self.drafts is None:

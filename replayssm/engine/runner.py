@@ -32,7 +32,7 @@ from replayssm.loading import LoadedModel
 from replayssm.models.binding import binding_of
 from replayssm.models.fused import FusedModules, fusions_for
 from replayssm.models.support import find_adapters
-from replayssm.models.switch import CACHE_ARGUMENTS, check_not_served, mark_served
+from replayssm.models.switch import cache_argument, check_not_served, mark_served
 from replayssm.ops import unavailable_reason
 from replayssm.state import ReplayPool
 
@@ -100,9 +100,8 @@ class Runner:
         self.batch_invariant = batch_invariant
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
         self.device: torch.device = self.model.device
-        arguments = inspect.signature(self.model.forward).parameters
-        self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in arguments)
-        self._takes_positions = "position_ids" in arguments
+        self._cache_argument = cache_argument(self.model.forward)
+        self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         self.fused = FusedModules(self.model, fusions_for(self.device) if fused is None else fused)
         self.pool = ReplayPool(
             [adapter.spec for adapter in adapters],

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from replayssm.engine.params import SamplingParams
+from replayssm.engine.request import Request
 from replayssm.errors import InputError, one_line
 from replayssm.folders import is_special
 from replayssm.loading import LoadedModel
@@ -31,7 +32,7 @@ VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "us
 SAMPLED_VALUES = 8  # of each weight, for a model's fingerprint
 
 
-class Asked(BaseModel):
+class RequestHeader(BaseModel):
     """What a request asked for; its output is what follows `num_prompt` tokens."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -65,7 +66,7 @@ class Header(BaseModel):
     model: str
     page_size: int
     done: int = Field(ge=0)
-    request: Asked | None = None
+    request: RequestHeader | None = None
     checksum: int = 0
 
 
@@ -82,9 +83,10 @@ class Session(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def asked(params: SamplingParams, *, num_prompt: int, seed: int, priority: int) -> Asked:
+def request_header(request: Request) -> RequestHeader:
     """A request's part of a header."""
-    return Asked(num_prompt=num_prompt, seed=seed, priority=priority, params=json.loads(json.dumps(asdict(params))))
+    params = json.loads(json.dumps(asdict(request.params)))
+    return RequestHeader(num_prompt=len(request.prompt), seed=request.seed, priority=request.priority, params=params)
 
 
 def gather(runner: Any, slot: int, pages: Sequence_[int]) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ kernels while it is given a ReplayCache.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -116,6 +117,12 @@ def last_cache(model: nn.Module) -> ReplayCache | None:
     """
     binding = binding_of(model)
     return None if binding is None else binding.last_cache
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """What a model's or a layer's `forward` calls its cache."""
+    arguments = inspect.signature(forward).parameters
+    return next(name for name in CACHE_ARGUMENTS if name in arguments)
 
 
 def mark_served(adapters: Iterable[Adapter], served: bool) -> None:
