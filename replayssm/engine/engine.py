@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from replayssm.engine.contents import is_finite
 from replayssm.engine.draft_length import Pace
 from replayssm.engine.errors import EngineClosed, QueueFull
 from replayssm.engine.handover import Imported, export_prefix, export_request, import_session
@@ -25,7 +26,7 @@ from replayssm.engine.params import SamplingParams
 from replayssm.engine.reader import Reader
 from replayssm.engine.request import Request, Sequence
 from replayssm.engine.scheduler import STEPS_PER_PRIORITY, Plan
-from replayssm.engine.session import fingerprint, is_finite
+from replayssm.engine.session import fingerprint
 from replayssm.engine.setup import build
 from replayssm.engine.stats import EngineStats, Tally
 from replayssm.errors import InputError, one_line

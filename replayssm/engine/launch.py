@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm.engine.constraints import Constraints
+from replayssm.engine.contents import scatter
 from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.drafts import Drafts, Proposal
 from replayssm.engine.drawn import Sampled, SampledCopy, VerifiedCopy
@@ -20,7 +21,6 @@ from replayssm.engine.request import Sequence
 from replayssm.engine.rows import Rows
 from replayssm.engine.sampler import Sampler
 from replayssm.engine.scheduler import Piece
-from replayssm.engine.session import scatter
 from replayssm.engine.tables import Batch, RowTables
 from replayssm.engine.transfer import to_device
 from replayssm.speculate.sampling import NO_TOKEN

@@ -215,7 +215,7 @@ class Runner:
     def run_decode(self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor) -> Forward:
         """As :meth:`decode`, with the model's logits; nothing here waits for the device or depends on the rows."""
         window, queries = self._window(slots, page_table, lengths, tokens[:, None], None)
-        logits, hidden = self._forward(Decode(slots, queries, window.places), window.tokens, window.positions)
+        logits, hidden = self._forward(Decode(queries, window.places, slots), window.tokens, window.positions)
         self.pool.advance(slots)
         return Forward(logits[:, 0], hidden[:, 0])
 
@@ -224,7 +224,7 @@ class Runner:
     ) -> Forward:
         """As :meth:`verify`, with the model's logits; nothing here waits for the device or depends on the rows."""
         window, queries = self._window(slots, page_table, lengths, tokens, num_tokens)
-        step = Verify(slots, window.num_tokens, queries, window.places)
+        step = Verify(queries, window.places, slots, window.num_tokens)
         return Forward(*self._forward(step, window.tokens, window.positions))
 
     def run_commit(self, slots: Tensor, num_tokens: Tensor, num_accepted: Tensor) -> None:
@@ -249,7 +249,7 @@ class Runner:
         *_, last = of_rows = to_device(columns, torch.int64, self.device)
         lengths, first, num_tokens = of_rows[:3].int()
         queries = Queries(send(table, self.device), lengths, first, num_tokens, max(counts), ends[-1])
-        return Prefill(waves, queries, places), ids[None], positions[None], last
+        return Prefill(queries, places, waves), ids[None], positions[None], last
 
     def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Rows, the slots first, filled up to max_rows if all batches are to have the same size."""

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Sequence as Sequence_
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -75,7 +74,7 @@ class Session(NamedTuple):
 
     Attributes:
         tokens: all of them.
-        tensors: by name, see :func:`gather`.
+        tensors: by name, see :func:`replayssm.engine.contents.gather`.
     """
 
     header: Header
@@ -87,46 +86,6 @@ def request_header(request: Request) -> RequestHeader:
     """A request's part of a header."""
     params = json.loads(json.dumps(asdict(request.params)))
     return RequestHeader(num_prompt=len(request.prompt), seed=request.seed, priority=request.priority, params=params)
-
-
-def gather(runner: Any, slot: int, pages: Sequence_[int]) -> dict[str, Tensor]:
-    """The states of a slot and the content of pages, on the host.
-
-    Names are ``states.<layer>`` ``[H_v, d_v, d_k]`` float32, ``convs.<layer>`` ``[C, W − 1]``, and ``pages.<name>``
-    ``[number of pages, ...]``.
-    """
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in _held(runner, slot, pages).items()}
-
-
-def is_finite(runner: Any, slot: int, pages: Sequence_[int]) -> bool:
-    """Whether all numbers of a slot and of pages are finite. Waits for the device."""
-    finite = [tensor.isfinite().all() for tensor in _held(runner, slot, pages).values()]
-    return bool(torch.stack(finite).all())
-
-
-def _held(runner: Any, slot: int, pages: Sequence_[int]) -> dict[str, Tensor]:
-    """What :func:`gather` gives, on the device."""
-    pool = runner.pool
-    tensors: dict[str, Tensor] = {}
-    for layer in range(len(pool.layers)):
-        tensors[f"states.{layer}"] = pool.read_state(layer, [slot])[0]
-        tensors[f"convs.{layer}"] = pool.conv_state(layer)[slot]
-    for name, tensor in runner.page_tensors().items():
-        index = torch.tensor(list(pages), dtype=torch.long, device=tensor.device)
-        tensors[f"pages.{name}"] = tensor.index_select(0, index)
-    return tensors
-
-
-def scatter(runner: Any, slot: int, pages: Sequence_[int], tensors: dict[str, Tensor]) -> None:
-    """Write what :func:`gather` gave into a live slot and some pages."""
-    pool = runner.pool
-    for layer in range(len(pool.layers)):
-        pool.write_state(layer, [slot], tensors[f"states.{layer}"][None].to(pool.device))
-        pool.conv_state(layer)[slot] = tensors[f"convs.{layer}"].to(pool.device)
-    pool.reset_cursors([slot])
-    for name, tensor in runner.page_tensors().items():
-        index = torch.tensor(list(pages), dtype=torch.long, device=tensor.device)
-        tensor.index_copy_(0, index, tensors[f"pages.{name}"].to(tensor.device))
 
 
 def save(path: str | Path, session: Session) -> None:
