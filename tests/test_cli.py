@@ -328,13 +328,13 @@ def test_what_tokenizer_and_config_know_is_told_before_a_model_loads(replayssm, 
 @pytest.mark.parametrize("extra", [(), ("--chat",)], ids=["text", "chat"])
 def test_a_prompt_is_tokenized_once(replayssm, monkeypatch, extra):
     texts = []
-    tokenize = PreTrainedTokenizerFast._encode_plus
+    tokenize = PreTrainedTokenizerFast.__call__
 
     def noted(self, text, *args, **kwargs):
         texts.append(text)
         return tokenize(self, text, *args, **kwargs)
 
-    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", noted)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", noted)
     code, _, _ = replayssm("generate", "--prompt", PROMPT, "--max-new-tokens", "1", *extra)
     assert (code, len(texts)) == (0, 1)
 

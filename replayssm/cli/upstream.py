@@ -78,14 +78,15 @@ class Draws:
 
     def __init__(self, loaded: LoadedModel, params: SamplingParams, streamer: Clock) -> None:
         self._no_token: int = loaded.model.get_output_embeddings().weight.shape[0]
-        self._sampler = Sampler(self._no_token, loaded.model.device, max_rows=1)
+        fused = False if params.greedy else None  # an argmax is worth no kernel that is compiled while time is taken
+        self._sampler = Sampler(self._no_token, loaded.model.device, max_rows=1, fused=fused)
         self._sampler.join(0, params, seed=draw_seed(params), prompt=[])
         self._rows = self._sampler.rows([0])
         self._streamer = streamer
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Of scores ``[1, V]``, others ``[1, V + 1]``, of which one is finite."""
-        position = torch.tensor([input_ids.shape[1]], device=scores.device)
+        position = input_ids.new_full((1,), input_ids.shape[1])  # waits for nothing, as a copy would
         sampled = self._sampler.sample(scores.float(), self._rows, position)
         token = torch.where(sampled.scores.isfinite(), sampled.tokens, self._no_token)
         return scores.new_full((1, self._no_token + 1), -torch.inf).scatter_(1, token[:, None], 0.0)
