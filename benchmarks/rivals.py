@@ -38,6 +38,10 @@ def from_wheel(project: Project, into: Path) -> None:
 
 
 def take_from_wheel(project: Project, wheel: Path, into: Path) -> None:
+    if not wheel.is_file():
+        raise FetchError(f"wheel is {str(wheel)!r}, which is not a file")
+    if not zipfile.is_zipfile(wheel) or wheel.name.count("-") < 2:
+        raise FetchError(f"wheel is {str(wheel)!r}: a whole file {project.wheel}-{project.version}-*.whl is wanted")
     with zipfile.ZipFile(wheel) as archive:
         names = _wanted(project, archive.namelist(), wheel.name)
         _write(project, into, names, archive.read, wheel.name.split("-")[1])
@@ -45,6 +49,8 @@ def take_from_wheel(project: Project, wheel: Path, into: Path) -> None:
 
 def from_checkout(project: Project, checkout: Path, into: Path) -> None:
     """Take the files from a checkout of the project that is there already."""
+    if not checkout.is_dir():
+        raise FetchError(f"checkout is {str(checkout)!r}, which is not a folder")
     there = (path.relative_to(checkout).as_posix() for path in checkout.rglob("*") if path.is_file())
     names = _wanted(project, there, f"{checkout}: a checkout of {project.version} is wanted, it")
     git = ("git", "-C", str(checkout), "rev-parse", "--short", "HEAD")

@@ -77,18 +77,19 @@ class GenerateOptions:
         if not 1 <= self.tree <= MAX_DRAFT:
             raise InputError(f"tree is {self.tree}: it must be from 1 (a chain) to {MAX_DRAFT} candidates for a place")
         if self.speculate is None:
-            if self.draft_model is not None:
-                raise InputError("draft-model was given without --speculate draft, which it is for")
+            self._check_draft_model_is_used()
             check_drafts_are_used(num_draft=self.num_draft, fixed_draft=self.fixed_draft, tree=self.tree)
             return
         check_one_of("speculate", self.speculate, SPECULATE)
         if not self.replay:
             raise InputError("speculate and no-replay were both given: drafts are rolled back by replay, choose one")
-        if (self.speculate == "draft") != (self.draft_model is not None):
-            raise InputError(
-                f"speculate is {self.speculate!r} and draft-model is {self.draft_model!r}: "
-                "a draft model is wanted with --speculate draft, and with it alone"
-            )
+        if self.speculate == "draft" and self.draft_model is None:
+            raise InputError("speculate is 'draft': --draft-model, a model folder or a bundled name, is wanted with it")
+        self._check_draft_model_is_used()
+
+    def _check_draft_model_is_used(self) -> None:
+        if self.draft_model is not None and self.speculate != "draft":
+            raise InputError("draft-model was given without --speculate draft, which it is for")
 
 
 def check_drafts_are_used(num_draft: int, fixed_draft: bool, tree: int = 1) -> None:

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from verify_sources import described
 
-from replayssm.backends.triton import conv, decode, state
+from replayssm.backends.triton import conv, conv_prefill, decode, state
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -119,6 +119,9 @@ def sources() -> dict[str, tuple[ASTSource, int]]:
     types = dict.fromkeys(("x_ptr", "state_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16") | {"slots_ptr": "*i32"}
     constants = {"WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK_C": conv.BLOCK_C}
     found["conv"] = source(conv._conv_kernel, types, constants), 4
+    types |= {"last_ptr": "*bf16", "sequence_ptr": "*i32", "cuts_ptr": "*i32"}
+    constants |= {"BLOCK_T": conv_prefill.BLOCK_T, "BLOCK_C": conv_prefill.BLOCK_C}
+    found["conv prefill"] = source(conv_prefill._conv_prefill_kernel, types, constants), 4
     types = dict.fromkeys(("write_pos_ptr", "checkpoint_slot_ptr", "slots_ptr", "force_flush_ptr"), "*i32")
     constants = {"FORCED": True, "COUNTED": True, "BLOCK": 128}
     found["advance"] = source(state._advance_kernel, types | {"counters_ptr": "*i64"}, constants), 4

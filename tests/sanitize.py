@@ -155,6 +155,9 @@ def run_convolution(width: int) -> None:
         slots = torch.tensor([2, -1, 0], dtype=torch.int32).cuda()
         y = ops.causal_conv1d_update(x, state, weight, slots=slots, activation="silu", backend="triton")
         assert y.isfinite().all()
+        cu_seqlens = torch.tensor([0, 1, 1, 3], dtype=torch.int32)
+        y, _ = ops.causal_conv1d_prefill(x, state, weight, cu_seqlens=cu_seqlens, backend="triton")
+        assert y.isfinite().all()
         window = torch.empty(3, 300, 4, dtype=dtype).cuda()
         x = torch.randn(3, 4, 300).to(dtype).cuda()
         count, kept, path = (

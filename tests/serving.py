@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from replayssm.engine.outputs import TokenLogprobs, Update
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.stats import EngineStats
 from replayssm.loading import LoadedModel
+from replayssm.server.logs import LOGGER
 from replayssm.server.options import ServerOptions
 from replayssm.server.run import Server, bind, url
 from replayssm.server.service import make_service
@@ -219,3 +222,28 @@ def wait_until(true, seconds: float = 10.0) -> None:
     while not true():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(POLL)
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged, formatted."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.lines: list[str] = []
+
+    def emit(self, record):
+        self.lines.append(self.format(record))
+
+
+@contextlib.contextmanager
+def kept_log(formatter: logging.Formatter):
+    """What the server logs meanwhile."""
+    handler, level = Kept(formatter), LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield handler.lines
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zipfile
 from collections import Counter
@@ -314,10 +315,22 @@ def test_fetching_takes_the_files_from_a_wheel_and_from_a_checkout(folder, tmp_p
     assert SGLANG.version_in(into) == "0.5.23"
     assert (into / "sglang/kernels/jit/include/inside.h").is_file()
     assert not (into / "sglang" / "__init__.py").exists()
-    assert fetch.main(["vllm-fork", "--checkout", str(tmp_path / "nothing"), "--into", str(into)]) == 1
-    assert "a checkout of Johnny-Liou/ReplaySSM" in capsys.readouterr().err
-    for wheel, why in ((tmp_path / "nothing", "No such file"), (Path(__file__), "not a zip file")):
-        assert fetch.main(["sglang", "--wheel", str(wheel), "--into", str(into)]) == 1
+
+
+def test_what_nothing_can_be_fetched_from_is_named_with_what_is_wanted(tmp_path, capsys):
+    renamed, nothing = tmp_path / "sglang.whl", tmp_path / "nothing"
+    with zipfile.ZipFile(renamed, "w") as archive:
+        for name in SGLANG.files:
+            archive.writestr(f"{name}inside.h" if name.endswith("/") else name, "")
+    whole = f"a whole file sglang-{SGLANG.version}-*.whl is wanted"
+    for arguments, why in (
+        (["vllm-fork", "--checkout", str(nothing)], f"checkout is '{nothing}', which is not a folder"),
+        (["vllm-fork", "--checkout", str(tmp_path)], "a checkout of Johnny-Liou/ReplaySSM"),
+        (["sglang", "--wheel", str(nothing)], f"wheel is '{nothing}', which is not a file"),
+        (["sglang", "--wheel", __file__], f"wheel is '{__file__}': {whole}"),
+        (["sglang", "--wheel", str(renamed)], f"wheel is '{renamed}': {whole}"),
+    ):
+        assert fetch.main([*arguments, "--into", str(tmp_path / "into")]) == 1
         assert why in capsys.readouterr().err
 
 
@@ -352,6 +365,17 @@ def test_a_table_has_ratios_first_and_our_fastest_counts():
         ["bf16", "16", "8", "1.50", "3.00", "0.50", "10.0", "20.0", "15.0", "30.0"],
     ]
     assert len(list(report.failures(ROWS))) == 2
+
+
+def test_a_table_without_ours_has_times_alone():
+    table = report.OperatorTable("gdn_decode", [row for row in ROWS if "peer" in row["contender"]])
+    assert table.header == ["state", "L", "B", "peer/replay µs", "peer/plain µs"]
+    assert list(table.lines()) == [
+        ["bf16", "–", "1", "–", "not timed"],
+        ["bf16", "–", "8", "–", "30.0"],
+        ["bf16", "8", "8", "RuntimeError", "30.0"],
+        ["bf16", "16", "8", "15.0", "30.0"],
+    ]
 
 
 @pytest.fixture
@@ -426,6 +450,18 @@ def test_the_command_prints_a_table_for_each_layer(bench):
     assert code == 0
     assert out.count("one step of one layer") == 2
     assert "Kimi" not in out
+    assert "× says how many times" in out
+    assert "/ decode is" not in out
+
+
+@pytest.mark.parametrize(("contender", "legend"), [("transformers", False), ("replayssm/torch", True)])
+def test_a_legend_explains_columns_that_are_there(bench, contender, legend):
+    few = ("--op", "gdn", "--batch", "1", "--ring-len", "2", "--replays", "2")
+    code, out, _ = bench(*few, "--contender", contender)
+    assert code == 0
+    assert re.search(r"fp32 │ +(2|–) │ +1 │", out)
+    assert "×" not in out
+    assert ("roofline is ours" in out) == legend
 
 
 def test_a_wrong_contender_of_ours_is_exit_code_1(bench, monkeypatch):

@@ -324,6 +324,9 @@ def test_the_command_fails_where_one_of_ours_does(config, capfd, monkeypatch):
     assert "replay filled B=2: RuntimeError: broken" in capfd.readouterr().err
 
 
+MODELS = "a folder with config.json, safetensors and a tokenizer, a config's .json file"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -332,7 +335,10 @@ def test_the_command_fails_where_one_of_ours_does(config, capfd, monkeypatch):
         ("--contender vllm", "contender is 'vllm': it must be one of replay, no-replay, speculate, transformers"),
         ("--kept 5", "kept is 5: a window of 3 drafts has 4 tokens"),
         ("--state-dtype float32,bfloat16", "state-dtype is 'float32,bfloat16': one of"),
-        ("--model nowhere.json", "model 'nowhere.json' is neither a folder nor a bundled model"),
+        (
+            "--model nowhere.json",
+            f"model 'nowhere.json' is neither a folder nor a bundled model: give {MODELS}, or ",
+        ),
         ("--prompt-tokens 9000", "prompt-tokens is 9000, new-tokens 64: "),
         ("--context 9000", "prompt-tokens is 128, new-tokens 64, context 9000: "),
         ("--backend fast", "backend is 'fast': it must be one of auto, cpu, torch, triton, cuda"),

@@ -88,6 +88,23 @@ def test_the_command_says_how_much_was_measured(bench, tmp_path):
     assert json.loads(file.read_text())["meta"]["points_measured"] == 2
 
 
+def test_the_command_says_how_much_was_left_out(bench, monkeypatch):
+    class Clock:
+        """A minute for everything."""
+
+        seconds = 0.0
+
+        def monotonic(self) -> float:
+            self.seconds += 60
+            return self.seconds
+
+    monkeypatch.setattr(measure, "time", Clock())
+    code, _, err = bench("decode", "--time-limit", "150", "--ring-len", "4,2,1", "--op", "gdn")
+    assert code == 0
+    assert "1 of 3 points measured" in err
+    assert "2 points left out: they don't fit --time-limit, 150 s\n" in err
+
+
 def test_a_result_says_what_took_the_time(bench, tmp_path):
     file = tmp_path / "decode.json"
     code, _, err = bench("decode", "--ring-len", "2", "--op", "gdn", "--output", str(file))

@@ -362,11 +362,11 @@ def test_a_model_without_a_chat_template_is_told_before_it_loads(replayssm, fold
 def test_a_message_that_cannot_be_answered_is_told_and_the_next_one_is_answered(replayssm, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"caf\udce9\n{'x' * 9000}\nhi\n"))
     code, out, err = replayssm("chat", "--max-tokens", "4", "--temperature", "0")
-    assert code == 0
+    assert code == 2
     assert out.count("\n") == 1
     lost, too_long, answered = err.splitlines()
     assert lost == "the message is not text at character 3: UTF-8 is wanted"
-    assert too_long.endswith("together at most 8192 fit")
+    assert too_long.endswith("tokens and max-tokens is 1: together at most 8192 fit")
     assert answered.startswith("4 tokens in")
 
 

@@ -84,8 +84,8 @@ def test_the_longest_draft_fills_a_window():
     ("args", "message"),
     [
         (("--speculate", "lucky"), "speculate is 'lucky': it must be one of ngram, mtp, draft"),
-        (("--speculate", "draft"), "a draft model is wanted with --speculate draft"),
-        (("--speculate", "ngram", "--draft-model", "qwen3_5-tiny"), "and with it alone"),
+        (("--speculate", "draft"), "speculate is 'draft': --draft-model, a model folder or a bundled name, is wanted"),
+        (("--speculate", "ngram", "--draft-model", "qwen3_5-tiny"), "draft-model was given without --speculate draft"),
         (("--draft-model", "qwen3_5-tiny"), "draft-model was given without --speculate draft"),
         (("--speculate", "draft", "--draft-model", "no-such"), "model 'no-such' is neither a folder nor a bundled"),
         (("--speculate", "ngram", "--num-draft", "0"), "num-draft is 0: it must be from 1 to 15"),

@@ -139,6 +139,7 @@ def test_without_a_working_compiler_auto_is_torch_and_cpu_says_why(
     (tmp_path / "bin").mkdir()
     machine(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     layer = Layer("gdn", 1, 1, 8, 8)
     pool = ReplayPool([layer.spec], 1)
     assert pool.backend == ops.resolve_backend("auto", "cpu") == "torch"

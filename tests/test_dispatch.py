@@ -79,7 +79,8 @@ def test_hopper_and_newer_gpus_have_kernels_of_their_own(
 def test_where_they_cannot_run_auto_is_triton(parts: dict[str, object], missing: str, machine: Machine) -> None:
     machine(**parts)
     assert ops.resolve_backend("auto", "cuda") == "triton"
-    with pytest.raises(ValueError, match=f"^backend 'cuda' is not available: .*{missing}.*; use 'auto' or 'torch'$"):
+    told = f"^backend 'cuda' is not available: .*{missing}.*; use 'auto', 'torch' or 'triton'$"
+    with pytest.raises(ValueError, match=told):
         ops.resolve_backend("cuda", "cuda")
 
 
@@ -108,7 +109,9 @@ def test_without_it_auto_is_torch_and_triton_says_what_is_missing(
 ) -> None:
     machine(**parts)
     assert ops.resolve_backend("auto", device) in (("torch",) if device == "cuda" else ON_A_CPU)
-    with pytest.raises(ValueError, match=f"^backend 'triton' is not available: .*{missing}.*; use 'auto' or 'torch'$"):
+    others = [name for name in ON_A_CPU if ops.unavailable_reason(name, device) is None]
+    use = "".join(f", '{name}'" for name in others[:-1]) + f" or '{others[-1]}'"
+    with pytest.raises(ValueError, match=f"^backend 'triton' is not available: .*{missing}.*; use 'auto'{use}$"):
         ops.resolve_backend("triton", device)
 
 

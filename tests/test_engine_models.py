@@ -9,7 +9,7 @@ import torch
 
 from replayssm.bundled import names
 from replayssm.engine import Engine, EngineOptions, SamplingParams
-from replayssm.engine.setup import needed_bytes
+from replayssm.engine.setup import just_enough
 from replayssm.errors import InputError
 from replayssm.loading import load_model
 from tests.test_engine import assert_all_is_accounted_for, run
@@ -41,7 +41,7 @@ def tokens_of(engine, prompts, params=GREEDY):
 def few_pages(loaded, pages):
     """Memory for four rows, no snapshots and so many pages of 16 tokens."""
     options = {"max_rows": 4, "max_context": pages * 4, "snapshot_share": 0.0}  # for each row a fourth of the pages
-    memory = needed_bytes(loaded, EngineOptions(**options, **SMALL))
+    memory = just_enough(loaded, EngineOptions(**options, **SMALL)).memory_bytes
     return options | {"max_context": pages * 16, "memory_bytes": memory}
 
 

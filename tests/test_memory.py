@@ -6,7 +6,7 @@ import pytest
 
 from replayssm.engine import memory, setup
 from replayssm.engine.engine import Engine
-from replayssm.engine.memory import CPU_BYTES, Costs, budget_bytes, plan_memory
+from replayssm.engine.memory import CPU_BYTES, Costs, budget_bytes, plan_memory, step_tokens
 from replayssm.engine.options import EngineOptions
 from replayssm.errors import InputError
 from tests.test_engine import engine_with
@@ -66,6 +66,21 @@ def test_rows_leave_a_step_room_for_a_prompt():
     assert plan(EngineOptions(max_step_tokens=48, speculate="ngram"), rows=256).max_rows == 8
 
 
+@pytest.mark.parametrize(
+    ("options", "device", "budget", "tokens"),
+    [
+        ({}, "cpu", 2**40, 2048),
+        ({}, "cuda", 80 * 1024 * MIB, 8192),
+        ({}, "cuda", 60 * 1024 * MIB, 4096),
+        ({}, "cuda", 20 * 1024 * MIB, 2048),
+        ({"max_step_tokens": 100}, "cuda", 80 * 1024 * MIB, 100),
+        ({"max_rows": 700, "speculate": "ngram"}, "cpu", 2**40, 2816),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_a_tenth_of_the_memory_takes(options, device, budget, tokens):
+    assert step_tokens(EngineOptions(**options), device, budget, lambda tokens: tokens * MIB) == tokens
+
+
 def test_a_cpu_takes_a_share_of_what_is_free(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 100 * MIB)
     assert budget_bytes(EngineOptions(), "cpu") == 25 * MIB
@@ -100,6 +115,13 @@ def test_pages_and_slots_are_as_many_as_planned():
     assert engine.runner.pool.num_slots == engine.plan.num_slots
 
 
+@pytest.mark.parametrize(("context", "warns"), [(512, False), (513, True)])
+def test_an_engine_warns_of_contexts_that_the_model_was_not_made_for(caplog, context, warns):
+    engine_with(max_context=context)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [f"may have {context} tokens: " in line and "was made for 512," in line for line in told] == [True] * warns
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -110,7 +132,7 @@ def test_pages_and_slots_are_as_many_as_planned():
         ({"snapshot_every": 8}, "snapshot_every is 8: it must be at least 16"),
         ({"snapshot_share": 1.0}, "snapshot_share is 1.0: it must be at least 0 and below 1"),
         ({"speculate": "magic"}, "speculate is 'magic': it must be one of ngram, mtp"),
-        ({"speculate": "ngram", "replay": False}, "speculate was given and replay is False"),
+        ({"speculate": "ngram", "replay": False}, "speculate and replay=False were both given"),
         ({"num_draft": 16}, "num_draft is 16: it must be from 1 to 15"),
         (
             {"max_rows": 100, "max_step_tokens": 100},

@@ -1,9 +1,7 @@
 """The server's answers, asked for with OpenAI's own client, over an engine whose tokens depend on the prompt alone."""
 
 import asyncio
-import contextlib
 import json
-import logging
 import re
 import urllib.error
 import urllib.request
@@ -14,7 +12,7 @@ from replayssm.engine.params import SamplingParams
 from replayssm.server import logs
 from replayssm.server.bodies import ChatBody, CompletionBody
 from replayssm.server.tokens import TokenTexts
-from tests.serving import MODEL, FakeEngine, Running, fake_text, fake_tokens, tokenizer, wait_until
+from tests.serving import MODEL, FakeEngine, Running, fake_text, fake_tokens, kept_log, tokenizer, wait_until
 
 HELLO = [{"role": "user", "content": "hello"}]
 HELLO_TEXT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -410,30 +408,6 @@ def test_a_path_that_a_client_invents_gets_no_label_of_its_own():
 # --- the log
 
 
-class Kept(logging.Handler):
-    """Keeps what is logged, formatted."""
-
-    def __init__(self, formatter: logging.Formatter) -> None:
-        super().__init__()
-        self.setFormatter(formatter)
-        self.lines: list[str] = []
-
-    def emit(self, record):
-        self.lines.append(self.format(record))
-
-
-@contextlib.contextmanager
-def kept_log(formatter: logging.Formatter):
-    handler, level = Kept(formatter), logs.LOGGER.level
-    logs.LOGGER.addHandler(handler)
-    logs.LOGGER.setLevel(logging.INFO)
-    try:
-        yield handler.lines
-    finally:
-        logs.LOGGER.removeHandler(handler)
-        logs.LOGGER.setLevel(level)
-
-
 @pytest.fixture
 def lines():
     """What the server logs as JSON."""
@@ -467,6 +441,14 @@ def test_a_refused_request_is_logged_without_what_it_held(client, lines):
     assert [json.loads(line)["status"] for line in lines] == [400, 400]
     assert not any("secret" in line for line in lines)
     assert json.loads(lines[1])["param"] == "temperature"
+
+
+def test_an_event_is_a_name_and_its_words_are_the_message(lines):
+    with Running(drain_seconds=7):
+        pass
+    told = {line["event"]: line for line in map(json.loads, lines)}
+    assert told["stopping"]["message"] == "stopping: requests have 7 s to finish"
+    assert told["stopping"]["drain_seconds"] == 7
 
 
 def test_watching_the_server_does_not_fill_its_log(server, lines):

@@ -15,8 +15,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from replayssm.server import answer, limits, run
-from tests.serving import MODEL, FakeEngine, Running, fake_text, wait_until
+from replayssm.server import answer, limits, logs, run
+from tests.serving import MODEL, FakeEngine, Running, fake_text, kept_log, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = 0.01  # seconds a token
@@ -157,6 +157,22 @@ def test_a_failing_engine_is_an_error_of_the_server(slow, stream):
     assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_says_which_request_the_engine_failed_and_why(slow, stream):
+    slow.engine.failing = True
+    with kept_log(logs.JsonLines()) as objects, kept_log(logs.TextLines()) as texts:
+        with pytest.raises(openai.APIError, match="told to fail"):
+            list(slow.client().completions.create(model=MODEL, prompt="a", stream=stream))
+        wait_until(lambda: any("engine_failed" in text for text in texts))
+    slow.engine.failing = False
+    (line,) = (json.loads(text) for text in objects if "engine_failed" in text)
+    (text,) = (text for text in texts if "engine_failed" in text)
+    assert (line["event"], line["level"], line["error"]) == ("request", "error", "engine_failed")
+    assert "told to fail" in line["error_message"]
+    assert line["id"] in text
+    assert f"engine_failed: {line['error_message']}" in text
+
+
 def test_an_engine_that_gave_up_shows_in_health():
     with Running() as running:
         running.engine.failed, running.engine.closed = "no more steps", True
@@ -184,8 +200,10 @@ def test_a_fault_of_the_server_is_a_500_that_tells_nothing(where, monkeypatch):
             monkeypatch.setattr(running.engine, "start", broken)
         else:
             monkeypatch.setattr(running.service.reader, "tokens", broken)
-        with pytest.raises(openai.InternalServerError) as caught:
-            running.client().completions.create(model=MODEL, prompt="a")
+        with kept_log(logs.JsonLines()) as lines:
+            with pytest.raises(openai.InternalServerError) as caught:
+                running.client().completions.create(model=MODEL, prompt="a")
+            wait_until(lambda: "internal_error" in [json.loads(line)["event"] for line in lines])
         assert (caught.value.status_code, caught.value.code) == (500, "internal_error")
         assert "secret" not in caught.value.message
         assert running.client().models.list().data

@@ -1,6 +1,7 @@
 """The server over the real engine and a bundled model, asked with OpenAI's client; the commands `serve` and `chat`."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import re
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import openai
 import pytest
+import typer
 
 from replayssm import cli
-from replayssm.engine import AsyncEngine, Engine, EngineOptions
+from replayssm.cli.app import app
+from replayssm.cli.values import PARAMETERS, with_option_names
+from replayssm.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
 from replayssm.loading import load_model
 from tests import load_server
 from tests.serving import MODEL, Running, wait_until
@@ -242,7 +246,11 @@ def test_serve_says_what_to_install_before_a_model_loads(replayssm, nothing_load
         (("--host", "203.0.113.9", "--port", "0"), "cannot listen on 203.0.113.9:0"),
         (("--host", "no such host"), "cannot listen on"),
         (("--speculate", "magic"), "speculate is 'magic'"),
-        (("--ring-len", "0"), "ring_len is 0"),
+        (("--ring-len", "0"), "ring-len is 0"),
+        (("--max-context", "1"), "max-context is 1"),
+        (("--memory", "0"), "memory is 0"),
+        (("--max-rows", "9000"), "for max-rows = 9000"),
+        (("--speculate", "ngram", "--no-replay"), "speculate and no-replay were both given"),
         (("--dtype", "int4"), "dtype is 'int4'"),
         (("--model", "no-such-folder"), "model 'no-such-folder'"),
     ],
@@ -279,6 +287,15 @@ def test_sizes_are_read(text, size):
     assert SIZE["parser"](text) == size
 
 
+def test_messages_of_the_engine_name_its_parameters_as_options():
+    of_engine = {field.name for kind in (EngineOptions, SamplingParams) for field in dataclasses.fields(kind)}
+    commands = typer.main.get_command(app).commands
+    shared = {param.name for name in ("serve", "chat") for param in commands[name].params} & of_engine
+    assert {name for name in shared if "_" in name} <= PARAMETERS.keys()
+    assert with_option_names("max_context is 1, top_k = 2") == "max-context is 1, top-k = 2"
+    assert with_option_names("/models/max_rows has no num_draft.json") == "/models/max_rows has no num_draft.json"
+
+
 def test_chat_answers_each_line_of_its_input(replayssm, monkeypatch):
     lines = "hello\n\n/new\nhello\nand then?\n/help\n/exit\nnever read\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
@@ -297,7 +314,8 @@ def test_chat_answers_each_line_of_its_input(replayssm, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("--max-tokens", "0"), "max_tokens is 0"),
+        (("--max-tokens", "0"), "max-tokens is 0"),
+        (("--top-p", "3"), "top-p is 3"),
         (("--temperature", "-1"), "temperature is -1.0"),
         (("--model", "no-such-folder"), "model 'no-such-folder'"),
     ],

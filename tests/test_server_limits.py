@@ -378,7 +378,19 @@ def test_more_samples_than_there_is_room_for_cost_nothing(server, n):
     status, _, error = ask(server, completion(n=n))
     assert status == 400
     assert f"{n} samples" in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "n")
     assert len(server.engine.requests) == before
+
+
+def test_more_prompts_than_there_is_room_for_are_named():
+    with Running(max_requests=2) as running:
+        status, _, error = ask(running, completion(prompt=["a", "b", "c"]))
+    assert (status, error["param"]) == (400, "prompt")
+
+
+def test_an_empty_chat_is_told_in_words(server):
+    _, _, error = ask(server, chat(messages=[]), "/v1/chat/completions")
+    assert (error["message"], error["param"]) == ("messages is empty: at least one is wanted", "messages")
 
 
 def test_a_server_with_a_small_limit_gives_less_to_who_does_not_say():

@@ -152,8 +152,12 @@ def test_export_refuses_what_it_has_not_got(tmp_path):
     with pytest.raises(InputError, match="has 2 samples: a session holds one"):
         engine.export_session(name, tmp_path / "session")
     name = engine.add([1, 2])
-    with pytest.raises(InputError, match="can't be written to"):
-        engine.export_session(name, tmp_path / "no folder" / "session")
+    lost = tmp_path / "no folder" / "session"
+    with pytest.raises(InputError, match=f"^the session can't be written to {lost}: there is no folder {lost.parent}$"):
+        engine.export_session(name, lost)
+    with pytest.raises(InputError, match=f"^the session can't be written to {tmp_path}: ") as error:
+        engine.export_session(name, tmp_path)
+    assert "partial" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="it is a device or a pipe"):

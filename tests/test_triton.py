@@ -115,6 +115,25 @@ def test_convolution(width: int, place: dict[str, str]) -> None:
         assert torch.equal(states[0].nan_to_num(7), states[1].nan_to_num(7))
 
 
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_convolution_of_sequences(width: int, place: dict[str, str]) -> None:
+    """Equal to PyTorch's kernels: empty and short sequences, blocks with two of them, strides, an unused channel."""
+    device, lengths = place["device"], (1, 0, 20, 2, 40)
+    x = torch.full((2 * sum(lengths), 310), float("nan"), device=device)[::2]
+    x[:, :300] = torch.randn(len(x), 300, device=device)
+    x = x[:, :300]
+    weight = torch.randn(width, 300, device=device).T
+    bias = torch.randn(300, device=device)
+    state = torch.randn(len(lengths), width - 1, 300, device=device).transpose(1, 2)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    (mine, last), (expected, expected_last) = (
+        ops.causal_conv1d_prefill(x, state, weight, bias, cu_seqlens=cu_seqlens, activation="silu", backend=backend)
+        for backend in ("triton", "torch")
+    )
+    assert relative_error(mine, expected) < 1e-6
+    assert torch.equal(last, expected_last)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "gdn" else pytest.mark.thorough) for kind in KINDS]

@@ -281,7 +281,7 @@ def test_without_such_a_gpu_it_says_why_there_is_nothing_to_tune(
         (["--state-dtype", "int8"], "state-dtype is 'int8': it must be one of"),
         (["--dtype", "float32,bfloat16"], "dtype is 'float32,bfloat16': one of float32"),
         (["--ring-len", "x"], "ring-len is 'x': whole numbers"),
-        (["--model", "no-such-model"], "model 'no-such-model' is neither a folder nor a bundled model"),
+        (["--model", "no-such-model"], "a bundled model: give a folder with config.json, a config's .json file, or"),
         (["--output", "."], "output is '.', which is a folder"),
         (["--output", "pyproject.toml/tuned.json"], "can't be written"),
     ],

@@ -6,7 +6,7 @@ They multiply in tf32 or less, so float32 activations, from which exact results 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -33,7 +33,7 @@ def prefill(layer: Layer, rules: Rules, initial_state: Tensor, cu_seqlens: Tenso
     kernel = _kernel(channel=layer.channel)
     gates = (log_decay(layer, rules), input_gate(layer, rules))
     q, k, v, g, beta = (x.contiguous().unsqueeze(0) for x in (*layer[:3], *gates))
-    on_host = cu_seqlens.long().cpu()
+    on_device, on_host = _cuts(tuple(cu_seqlens.tolist()), v.device)
     y, state = kernel(
         q,
         k,
@@ -45,10 +45,17 @@ def prefill(layer: Layer, rules: Rules, initial_state: Tensor, cu_seqlens: Tenso
         output_final_state=True,
         use_qk_l2norm_in_kernel=rules.l2_norm,
         state_v_first=True,
-        cu_seqlens=on_host.to(v.device, non_blocking=True),
+        cu_seqlens=on_device,
         cu_seqlens_cpu=on_host,
     )
     return y.squeeze(0), state
+
+
+@lru_cache(maxsize=8)  # for the layers of one forward the same tensors, by which it knows what it has computed of them
+def _cuts(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Int64, on the device and on the host."""
+    on_host = torch.tensor(cu_seqlens)
+    return on_host.to(device), on_host
 
 
 def _kernel(*, channel: bool) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -18,7 +18,7 @@ from replayssm.engine.options import EngineOptions
 from replayssm.engine.outputs import Completion, Update
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Saved
-from replayssm.engine.setup import needed_bytes
+from replayssm.engine.setup import just_enough
 from replayssm.loading import LoadedModel
 
 #: Contenders that are engines: with replay, writing states at every token, and with verify windows.
@@ -47,10 +47,11 @@ def make_engine(loaded: LoadedModel, options: EngineOptions) -> Engine:
     Its model shares the weights of others, and has layers of its own, which the engine leads to its cache.
     """
     twin = replace(loaded, model=twin_of(loaded.model))
-    needed = needed_bytes(twin, options)
+    options = replace(just_enough(twin, options), snapshot_share=SHARE)
+    assert options.memory_bytes is not None
     if options.prefix_cache:
-        needed = int(2 * needed / (1 - SHARE))
-    return Engine(twin, replace(options, memory_bytes=needed, snapshot_share=SHARE))
+        options = replace(options, memory_bytes=int(2 * options.memory_bytes / (1 - SHARE)))
+    return Engine(twin, options)
 
 
 def twin_of(model: Any) -> Any:

@@ -103,7 +103,6 @@ def _engine_options(options: Options, largest: int) -> dict[str, EngineOptions]:
                 state_dtype=options.state_dtype,
                 max_rows=rows,
                 max_context=options.prompt_tokens + options.filled_tokens(speculates=speculates) + window,
-                max_step_tokens=max(2048, rows * window + 512),
                 prefix_cache=False,
                 replay=name != "no-replay",
                 speculate="ngram" if speculates else None,

@@ -10,7 +10,8 @@ from typing import Any
 from replayssm.folders import write_whole
 
 Row = dict[str, Any]
-Point = tuple[int, str, int]  # batch, state dtype, L
+Point = tuple[int, str, int | None]  # batch, state dtype, L, which contenders without a ring don't have
+Key = tuple[int, str, int | None, int]  # and T
 #: Ours, best first: what rivals are compared with.
 OURS = ("replayssm/cuda", "replayssm/triton", "replayssm/cpu", "replayssm/torch")
 LAYER_NAMES = {"gdn": "Gated DeltaNet", "kda": "Kimi Delta Attention", "mamba2": "Mamba-2"}
@@ -28,7 +29,8 @@ class OperatorTable:
     """Cells of one operator's table, for a terminal and for a document alike.
 
     A line per state dtype, L, T (of verify windows) and batch; contenders without a ring stand in the lines of every L.
-    Windows stand beside decode steps of the same run, if it has any.
+    Windows stand beside decode steps of the same run, if it has any. Without any of ours there is nothing to compare
+    with, and times stand alone.
     """
 
     def __init__(self, op: str, rows: list[Row]) -> None:
@@ -54,29 +56,33 @@ class OperatorTable:
 
     @property
     def header(self) -> list[str]:
-        ratios = [f"× {name}" for name in self.rivals]
         times = [f"{name} µs" for name in (*self.ours, *self.rivals)]
         tokens = ["T"] if self.has_windows else []
         decode = ["/ decode"] if self._decode_us else []
-        return ["state", "L", *tokens, "B", *ratios, *decode, "roofline", *times]
+        compared = [*(f"× {name}" for name in self.rivals), *decode, "roofline"] if self.ours else []
+        return ["state", "L", *tokens, "B", *compared, *times]
 
     def lines(self) -> Iterator[list[str]]:
         """Rows of cells. A ratio above 1 says that ours takes less time; roofline is ours against the memory's."""
-        keys = {(*_point(r), r["window"]) for r in self.rows if r["contender"] in self.ours}
+        keys = {(*_point(r), r["window"]) for r in self.rows if r["contender"] in (self.ours or self.rivals)}
         dtypes = list(dict.fromkeys(r["state_dtype"] for r in self.rows))
-        for key in sorted(keys, key=lambda key: (dtypes.index(key[1]), key[2], key[3], key[0])):
+        for key in sorted(keys, key=lambda key: (dtypes.index(key[1]), key[2] or 0, key[3], key[0])):
             batch, dtype, ring_len, window = key
             found = {name: self._find(name, key) for name in [*self.ours, *self.rivals]}
-            best = self._best(found)
-            ratios = [self._ratio(best, found[name]) for name in self.rivals]
-            share = f"{best['roofline_us'] / best['us']:.2f}" if best and "roofline_us" in best else "–"
             times = [self._time(found[name]) for name in [*self.ours, *self.rivals]]
             tokens = [str(window)] if self.has_windows else []
-            decode = [self._per_decode(best, key[:3])] if self._decode_us else []
-            where = [SHORT_DTYPES.get(dtype, dtype), str(ring_len), *tokens, str(batch)]
-            yield [*where, *ratios, *decode, share, *times]
+            where = [SHORT_DTYPES.get(dtype, dtype), "–" if ring_len is None else str(ring_len), *tokens, str(batch)]
+            yield [*where, *(self._compared(found, key) if self.ours else []), *times]
 
-    def _find(self, name: str, key: tuple[int, str, int, int]) -> Row | None:
+    def _compared(self, found: dict[str, Row | None], key: Key) -> list[str]:
+        """Cells that set the best of ours beside others."""
+        best = self._best(found)
+        ratios = [self._ratio(best, found[name]) for name in self.rivals]
+        decode = [self._per_decode(best, key[:3])] if self._decode_us else []
+        share = f"{best['roofline_us'] / best['us']:.2f}" if best and "roofline_us" in best else "–"
+        return [*ratios, *decode, share]
+
+    def _find(self, name: str, key: Key) -> Row | None:
         batch, dtype, _, window = key
         return self._at.get((name, *key), self._at.get((name, batch, dtype, None, window)))
 

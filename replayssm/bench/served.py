@@ -66,7 +66,6 @@ def _engine_options(options: Options, name: str) -> EngineOptions:
         state_dtype=options.state_dtype,
         max_rows=options.requests,
         max_context=options.prompt_tokens + options.new_tokens,
-        max_step_tokens=max(2048, options.requests * options.window + 512),
         replay=name != "no-replay",
         speculate="ngram" if name == "speculate" else None,
         num_draft=options.num_draft,

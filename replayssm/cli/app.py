@@ -18,7 +18,7 @@ from replayssm.cli.chat import chat
 from replayssm.cli.early import check_backend, check_drafter
 from replayssm.cli.serve import serve
 from replayssm.cli.tune import tune
-from replayssm.cli.values import INTEGER, MODEL, NAMES, NUMBER
+from replayssm.cli.values import INTEGER, MODEL, NAMES, NUMBER, with_option_names
 from replayssm.errors import InputError, one_line
 from replayssm.loading.folder import check_model
 from replayssm.options import (
@@ -231,7 +231,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except InputError as error:
         if debug:
             raise
-        return _fail(2, "error", error)
+        return _fail(2, "error", with_option_names(error))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -49,7 +49,12 @@ Rivals = Annotated[
 ]
 Who = Annotated[str, typer.Option("--contender", help="all, or some, e.g. replayssm/cuda,sglang (all of SGLang's).")]
 Seconds = Annotated[
-    str, typer.Option("--time-limit", metavar="SECONDS", help="Leave out what comes last. [default: no limit]")
+    str,
+    typer.Option(
+        "--time-limit",
+        metavar="SECONDS",
+        help="Of all, compiling included; what comes last is left out. [default: no limit]",
+    ),
 ]
 Replays = Annotated[str, typer.Option(metavar="INTEGER", help="Walks that are timed.")]
 CompileFirst = Annotated[bool, typer.Option(help="On a GPU, compile in parallel before measuring.")]
@@ -178,22 +183,26 @@ def _measure(
     from replayssm.bench import report
     from replayssm.bench.ahead import compile_ahead, without
 
-    planned = points()
+    planned, limit, took = points(), options.seconds, 0.0
     if compiles and options.device.type == "cuda":
         start = time.perf_counter()
         with said().status("compiling"):
-            late = compile_ahead(points(), seconds=options.seconds and options.seconds * COMPILE_SHARE)
+            late = compile_ahead(points(), seconds=limit and limit * COMPILE_SHARE)
         took = time.perf_counter() - start
         said().print(f"compiled in {took:.0f} s", style="dim")
         for what in sorted(" ".join(map(str, key)) for key in late):
             said().print(f"not compiled in time, and left out: {what}", style="dim", soft_wrap=True)
-        options = replace(options, seconds=options.seconds and max(1, options.seconds - took))
+        options = replace(options, seconds=limit and max(1, limit - took))
         planned = without(planned, late)
     result = _run(options, planned, output)
     meta = result["meta"]
     phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in meta.get("seconds_in", {}).items())
     done = f"{meta['points_measured']} of {meta['points']} points measured in {meta.get('seconds', 0):.0f} s"
     said().print(f"{done} ({phases})", style="dim", soft_wrap=True)
+    left = meta["points"] - meta["points_measured"]
+    if left:
+        compiled = f", of which compiling took {took:.0f}" if took else ""
+        said().print(f"{left} points left out: they don't fit --time-limit, {limit} s{compiled}", soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(result))
     else:
@@ -223,7 +232,8 @@ def _print(result: dict[str, Any]) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, 132)
     where = meta.get("gpu") or f"CPU ({meta['cpu']}, {meta['threads']} threads)"
-    for table in report.tables(rows):
+    tables = report.tables(rows)
+    for table in tables:
         what = "one window of one layer" if table.has_windows else "one step of one layer"
         drawn = Table(title=f"{what}, {table.title}, {where}", title_justify="left")
         for name in table.header:
@@ -231,11 +241,15 @@ def _print(result: dict[str, Any]) -> None:
         for cells in table.lines():
             drawn.add_row(*cells)
         console.print(drawn)
-    console.print(
-        f"× says how many times ours a rival's time is; roofline is ours against {meta['read_tbps']} TB/s, "
-        "the read bandwidth of this run"
-        + ("; / decode is a window's time over that of our decode step" if meta["suite"] == "verify" else "")
-    )
+    legend = {
+        "×": "× says how many times ours a rival's time is",
+        "roofline": f"roofline is ours against {meta['read_tbps']} TB/s, the read bandwidth of this run",
+        "/": "/ decode is a window's time over that of our decode step",
+    }
+    columns = {name.partition(" ")[0] for table in tables for name in table.header}
+    told = [text for begins, text in legend.items() if begins in columns]
+    if told:
+        console.print("; ".join(told))
 
 
 def _check_paths(rivals: Path | None, output: Path | None) -> None:

@@ -16,7 +16,7 @@ from replayssm.cli.lists import names, numbers
 from replayssm.cli.measuring import check_output, measured, said
 from replayssm.cli.values import NAMES
 from replayssm.errors import InputError
-from replayssm.loading.folder import check_model
+from replayssm.loading.folder import CONFIG_FILE, WHOLE_FOLDER, check_model
 from replayssm.options import BACKENDS, DEVICES, DTYPES, MAX_DRAFT, MAX_RING_LEN, STATE_DTYPES, LoadOptions
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _context_of(model: str) -> int | None:
 
         config = make_config(Path(model))  # which reads the file before it imports anything heavy
     else:
-        folder = check_model(model)
+        folder = check_model(model, f"{WHOLE_FOLDER}, {CONFIG_FILE}")
 
         from replayssm.loading import load_config, quiet_libraries
 
@@ -195,14 +195,16 @@ def _print(result: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     console.width = max(console.width, 132)
-    for table in e2e_report.tables(result["rows"]):
+    tables = e2e_report.tables(result["rows"])
+    for table in tables:
         drawn = Table(title=table.title, title_justify="left")
         for name in table.header:
             drawn.add_column(name, justify="right")
         for cells in table.lines():
             drawn.add_row(*cells)
         console.print(drawn)
-    console.print("× says how many times the tokens per second of another a line makes")
+    if any(name.startswith("×") for table in tables for name in table.header):
+        console.print("× says how many times the tokens per second of another a line makes")
 
 
 def _number(name: str, text: str, most: int) -> int:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from replayssm.cli.early import check_backend, check_drafter
-from replayssm.cli.values import INTEGER, MODEL, NAMES, NUMBER
+from replayssm.cli.values import INTEGER, MODEL, NAMES, NUMBER, with_option_names
 from replayssm.engine.options import SPECULATE, EngineOptions
 from replayssm.engine.params import SamplingParams
 from replayssm.errors import InputError, one_line
@@ -44,7 +44,8 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    Where standard input isn't a terminal, each of its lines is a message, and the answers are printed.
+    Where standard input isn't a terminal, each of its lines is a message, and the answers are printed. Exit with 2 then
+    if one was refused.
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     options = EngineOptions(
@@ -72,7 +73,9 @@ def chat(
         use_fitting_threads(loaded)
         engine = Engine(loaded, options)
     with engine:
-        _converse(engine, params, begun)
+        answered_all = _converse(engine, params, begun)
+    if not answered_all and not sys.stdin.isatty():  # a person was told, a script looks at this
+        raise typer.Exit(2)
 
 
 def _check_chat(model: str, begun: list[Message]) -> Any:
@@ -91,15 +94,19 @@ def _check_chat(model: str, begun: list[Message]) -> Any:
     return tokenizer
 
 
-def _converse(engine: Engine, params: SamplingParams, begun: list[Message]) -> None:
-    """Read messages and answer them until there are no more. `begun`: what every chat begins with."""
+def _converse(engine: Engine, params: SamplingParams, begun: list[Message]) -> bool:
+    """Read messages and answer them until there are no more. `begun`: what every chat begins with.
+
+    Returns:
+        Whether each had an answer.
+    """
     told = Console(stderr=True, highlight=False)
     if sys.stdin.isatty():
         told.print(f"{engine.loaded.name}: {HELP}", style="dim")
-    messages = list(begun)
+    messages, answered_all = list(begun), True
     for text in _lines():
         if text in ("/exit", "/quit"):
-            return
+            break
         if text == "/new":
             messages = list(begun)
             continue
@@ -112,9 +119,11 @@ def _converse(engine: Engine, params: SamplingParams, begun: list[Message]) -> N
             answer = _answer(engine, params, asked, told)
         except InputError as error:  # most likely, the chat has outgrown the context; or the model gave no token
             again = ": /new begins a new chat" if messages != begun else ""
-            told.print(f"{one_line(error)}{again}", style="red", markup=False, soft_wrap=True)
+            told.print(f"{with_option_names(one_line(error))}{again}", style="red", markup=False, soft_wrap=True)
+            answered_all = False
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
+    return answered_all
 
 
 def _lines() -> Iterator[str]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from replayssm.cli.speculative import Speculation, generate_with_drafts
 from replayssm.cli.upstream import Clock, generate_stepwise
 from replayssm.engine import Engine, EngineOptions, EngineStats, SamplingParams, Update
-from replayssm.engine.setup import needed_bytes
+from replayssm.engine.setup import just_enough
 from replayssm.errors import InputError, one_line
 from replayssm.loading import LoadedModel, context_of, load_config, load_tokenizer, quiet_libraries, settled
 from replayssm.loading.folder import find_model
@@ -198,8 +198,7 @@ def _engine(loaded: LoadedModel, options: GenerateOptions, context: int) -> Engi
         "num_draft": options.num_draft,
         "fixed_draft": options.fixed_draft,
     }
-    memory = needed_bytes(loaded, EngineOptions(**wanted))
-    return Engine(loaded, EngineOptions(**wanted, memory_bytes=memory))
+    return Engine(loaded, just_enough(loaded, EngineOptions(**wanted)))
 
 
 def _speculation(options: GenerateOptions, stats: EngineStats) -> Speculation | None:

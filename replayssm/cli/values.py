@@ -1,4 +1,4 @@
-"""Option values that typer parses, with messages in this project's form."""
+"""Option values that typer parses, with messages in this project's form and with the options' names."""
 
 import re
 from typing import Any
@@ -27,6 +27,22 @@ def _size(text: str) -> int:
     if found is None:
         raise typer.BadParameter(f"{text!r} was given, bytes are wanted, for example 512M or 8GiB")
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
+#: Parameters of the engine that have options; those of two words and more, which Python writes otherwise.
+PARAMETERS = {
+    name: name.replace("_", "-")
+    for name in (
+        "batch_invariant", "fixed_draft", "max_context", "max_rows", "max_tokens", "num_draft", "ring_dtype",
+        "ring_len", "state_dtype", "top_k", "top_p",
+    )
+} | {"memory_bytes": "memory", "replay=False": "no-replay"}  # fmt: skip
+_NAMED = re.compile(rf"(?<![\w./'-])(?:{'|'.join(PARAMETERS)})(?![\w./'-])")  # and no part of a file's name
+
+
+def with_option_names(message: object) -> str:
+    """A message of the engine's, which names its parameters as Python does, with the names of their options."""
+    return _NAMED.sub(lambda found: PARAMETERS[found[0]], str(message))
 
 
 NAMES = bundled.names()

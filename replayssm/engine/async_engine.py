@@ -222,7 +222,7 @@ class AsyncEngine:
         try:
             return self.engine.step()
         except Exception as error:
-            logger.exception("a step failed")
+            logger.exception("a step failed", extra={"event": "step_failed"})
             ended = self.engine.take_updates()
             if not ended:
                 self.failed = f"the engine failed: {type(error).__name__}: {one_line(error)}"

@@ -90,7 +90,14 @@ class Engine:
         self._launched: list[Launched] = []  # by the last step, not read yet
         self._tally = Tally()
         self.reader = Reader(self._tally, self.pace, self._leave, self._discard, self._close)
-        logger.info("%s on %s, %s", self.loaded.name, self.loaded.device, self.plan)
+        self._log_start()
+
+    def _log_start(self) -> None:
+        name, made_for = self.loaded.name, self.loaded.max_context
+        logger.info("%s on %s, %s", name, self.loaded.device, self.plan, extra={"event": "engine_ready"})
+        if made_for is not None and self.max_context > made_for:
+            told = "contexts may have %d tokens: %s was made for %d, and may write nonsense behind those"
+            logger.warning(told, self.max_context, name, made_for, extra={"event": "context_beyond_model"})
 
     # Requests
 

@@ -20,6 +20,9 @@ GPU_ROWS = 256
 CGROUP = Path("/sys/fs/cgroup")
 TYPICAL_TOKENS = 1024  # of a request, to choose the number of rows by
 SNAPSHOTS_PER_ROW = 16  # more are hardly ever of use
+STEP_TOKENS = 2048
+GPU_STEP_TOKENS = (8192, 4096)  # a host launches hardly more kernels for them
+STEP_SHARE = 0.1  # of the memory, for the forward of a step of so many tokens
 
 
 @dataclass(frozen=True)
@@ -127,10 +130,26 @@ def plan_memory(options: EngineOptions, costs: Costs, budget: int, model_context
 def _rows_that_fit(options: EngineOptions, costs: Costs, budget: int, pages_of_context: int, most: int) -> int:
     """As many rows as have room for typical requests, one at least."""
     pages = min(-(-TYPICAL_TOKENS // options.page_size), pages_of_context)
-    piece = options.chunk_tokens if options.batch_invariant else options.page_size
-    most = min(most, (options.max_step_tokens - piece) // options.max_window)
+    if options.max_step_tokens is not None:
+        most = min(most, (options.max_step_tokens - options.least_piece) // options.max_window)
     rows = range(1, most + 1)
     return max(1, bisect_right(rows, budget, key=lambda n: costs.work(n) + n * (costs.slot + pages * costs.page)))
+
+
+def step_tokens(options: EngineOptions, device: str, budget: int, forward: Callable[[int], int]) -> int:
+    """Tokens of all sequences in a step, where the options don't say.
+
+    Args:
+        options: what was asked for.
+        device: "cpu" or a GPU.
+        budget: bytes for all that the engine takes.
+        forward: bytes of a prefill of so many tokens.
+    """
+    if options.max_step_tokens is not None:
+        return options.max_step_tokens
+    larger = () if device == "cpu" else GPU_STEP_TOKENS
+    found = next((tokens for tokens in larger if forward(tokens) <= STEP_SHARE * budget), STEP_TOKENS)
+    return max(found, options.least_step_tokens)
 
 
 def budget_bytes(options: EngineOptions, device: str) -> int:

@@ -29,14 +29,15 @@ class EngineOptions:
         ring_dtype: dtype of the ring's updates, or "auto".
         backend: of the operators, see :mod:`replayssm.ops`.
         max_rows: sequences that run at once; None: as many as fit, within reason.
-        max_context: tokens of prompt and output together, one of each at least; None: what the model was made for,
-            as far as memory goes.
+        max_context: tokens of prompt and output together, one of each at least, more than the model was made for with
+            a warning; None: what it was made for, as far as memory goes.
         page_size: tokens of a page of keys and values.
         memory_bytes: for states, snapshots, pages and the sampler; None: a share of what is free, on a CPU 1 GiB at
             most.
         snapshot_share: of that memory, for snapshots; sequences in need take their place.
         chunk_tokens: the longest piece of one prompt in a step beside sequences that decode, whole pages.
-        max_step_tokens: tokens of all sequences in a step.
+        max_step_tokens: tokens of all sequences in a step; None: 2,048, on a GPU up to 8,192, if their forward takes a
+            tenth of the memory at most.
         snapshot_every: tokens between snapshots of a sequence that decodes, whole pages.
         prefix_cache: keep prefixes for later requests.
         replay: False writes the state at every token, as without this package.
@@ -65,7 +66,7 @@ class EngineOptions:
     memory_bytes: int | None = None
     snapshot_share: float = 0.3
     chunk_tokens: int = 512
-    max_step_tokens: int = 2048
+    max_step_tokens: int | None = None
     snapshot_every: int = 256
     prefix_cache: bool = True
     replay: bool = True
@@ -100,10 +101,13 @@ class EngineOptions:
         for name in ("graphs", "run_ahead"):
             check_one_of(name, getattr(self, name), ("auto", True, False))
         self._check_speculation()
-        # A step has room for all rows, and for a piece of a prompt.
-        piece = self.chunk_tokens if self.batch_invariant else self.page_size
-        least = (self.max_rows or 1) * self.max_window + piece
+        self._check_step()
+
+    def _check_step(self) -> None:
+        if self.max_step_tokens is None:
+            return
         _integer("max_step_tokens", self.max_step_tokens, 1)
+        least = self.least_step_tokens
         if self.max_step_tokens < least:
             rows = "" if self.max_rows is None else f" for max_rows = {self.max_rows}"
             raise InputError(f"max_step_tokens is {self.max_step_tokens}: it must be at least {least}{rows}")
@@ -114,7 +118,7 @@ class EngineOptions:
             return
         check_one_of("speculate", self.speculate, SPECULATE)
         if not self.replay:
-            raise InputError("speculate was given and replay is False: drafts are rolled back by replay, choose one")
+            raise InputError("speculate and replay=False were both given: drafts are rolled back by replay, choose one")
         if self.batch_invariant:
             raise InputError("speculate and batch_invariant were both given: what is drafted changes a step's sizes")
 
@@ -122,6 +126,16 @@ class EngineOptions:
     def flush_period(self) -> int:
         """Tokens between writes of a state."""
         return self.ring_len if self.replay else 1
+
+    @property
+    def least_piece(self) -> int:
+        """Tokens of a prompt that a step has room for, at least."""
+        return self.chunk_tokens if self.batch_invariant else self.page_size
+
+    @property
+    def least_step_tokens(self) -> int:
+        """Room for all rows, as far as their number is given, and for a piece of a prompt."""
+        return (self.max_rows or 1) * self.max_window + self.least_piece
 
     @property
     def max_window(self) -> int:

@@ -329,7 +329,8 @@ class Runner:
                 only_largest=self.batch_invariant,
             )
         except RuntimeError as error:
-            logger.warning("decoding without CUDA graphs, the model can't be captured: %s", one_line(error))
+            told = "decoding without CUDA graphs, the model can't be captured: %s"
+            logger.warning(told, one_line(error), extra={"event": "no_cuda_graphs"})
             return None
 
     def _attach(self, ring_len: int) -> None:

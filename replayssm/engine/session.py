@@ -94,10 +94,12 @@ def save(path: str | Path, session: Session) -> None:
     Raises:
         InputError: the file can't be written.
     """
-    path = Path(path)
-    if is_special(path):
-        raise InputError(f"the session can't be written to {path}: a file is wanted, it is a device or a pipe")
-    path = path.resolve()  # where a link leads
+    given = Path(path)
+    if is_special(given):
+        raise InputError(f"the session can't be written to {given}: a file is wanted, it is a device or a pipe")
+    path = given.resolve()  # where a link leads
+    if not path.parent.is_dir():
+        raise InputError(f"the session can't be written to {given}: there is no folder {given.parent}")
     tensors = {"tokens": torch.tensor(session.tokens, dtype=torch.int64), **session.tensors}
     header = session.header.model_copy(update={"checksum": _checksum(session.header, tensors)})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -108,7 +110,8 @@ def save(path: str | Path, session: Session) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"the session can't be written to {path}: {one_line(error)}") from error
+        why = one_line(error).replace(str(partial), str(given))
+        raise InputError(f"the session can't be written to {given}: {why}") from error
 
 
 def load(path: str | Path, runner: Any, model: str) -> Session:

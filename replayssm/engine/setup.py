@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -9,7 +10,16 @@ import torch
 
 from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.drafts import Drafts, NgramDrafts
-from replayssm.engine.memory import CPU_ROWS, GPU_ROWS, Costs, MemoryPlan, budget_bytes, check_free, plan_memory
+from replayssm.engine.memory import (
+    CPU_ROWS,
+    GPU_ROWS,
+    Costs,
+    MemoryPlan,
+    budget_bytes,
+    check_free,
+    plan_memory,
+    step_tokens,
+)
 from replayssm.engine.mtp import MtpDrafts
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.pages import PagePool
@@ -54,6 +64,7 @@ def build(loaded: LoadedModel, options: EngineOptions, runner_class: Any = None)
         runner_class = Runner
     settings = _settings(loaded, options)
     try:
+        options = _with_step(loaded, options, settings, runner_class)
         drafts = _drafts(loaded, options)
         plan = _plan(loaded, options, settings, runner_class, drafts)
         runner = runner_class(
@@ -79,6 +90,7 @@ def _around(runner: Any, plan: MemoryPlan, options: EngineOptions, drafts: Draft
     """All that the engine has besides its runner."""
     if isinstance(drafts, MtpDrafts):
         drafts.allocate(plan.num_pages, plan.max_rows)
+    assert options.max_step_tokens is not None
     device = runner.pool.device
     pages = PagePool(plan.num_pages)
     prefixes = PrefixCache(pages, runner.pool, options.page_size) if options.prefix_cache else None
@@ -121,18 +133,34 @@ def _settings(loaded: LoadedModel, options: EngineOptions) -> dict[str, Any]:
     }
 
 
-def needed_bytes(loaded: LoadedModel, options: EngineOptions) -> int:
-    """The memory with which `max_rows` sequences of `max_context` tokens, which both must be set, run at once.
+def _with_step(
+    loaded: LoadedModel, options: EngineOptions, settings: dict[str, Any], runner_class: Any
+) -> EngineOptions:
+    """The options with a number of tokens for a step."""
+
+    def forward(tokens: int) -> int:
+        found: int = runner_class.bytes_fixed(loaded, max_rows=1, max_step_tokens=tokens, **settings)
+        return found
+
+    budget = budget_bytes(options, loaded.device)
+    return replace(options, max_step_tokens=step_tokens(options, loaded.device, budget, forward))
+
+
+def just_enough(loaded: LoadedModel, options: EngineOptions) -> EngineOptions:
+    """The options with the memory with which `max_rows` sequences of `max_context` tokens, which must be set, run.
 
     Snapshots come on top of it.
     """
     from replayssm.engine.runner import Runner
 
-    if options.max_rows is None or options.max_context is None:
-        raise ValueError(f"max_rows is {options.max_rows}, max_context {options.max_context}: numbers are wanted")
-    costs = _costs(loaded, options, _settings(loaded, options), Runner, _drafts(loaded, options))
-    pages = options.max_rows * -(-options.max_context // options.page_size)
-    return costs.work(options.max_rows) + options.max_rows * costs.slot + pages * costs.page
+    rows, context = options.max_rows, options.max_context
+    if rows is None or context is None:
+        raise ValueError(f"max_rows is {rows}, max_context {context}: numbers are wanted")
+    settings = _settings(loaded, options)
+    options = _with_step(loaded, options, settings, Runner)
+    costs = _costs(loaded, options, settings, Runner, _drafts(loaded, options))
+    pages = rows * -(-context // options.page_size)
+    return replace(options, memory_bytes=costs.work(rows) + rows * costs.slot + pages * costs.page)
 
 
 def _plan(

@@ -13,10 +13,16 @@ from replayssm.loading.architectures import check_architecture
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+WHOLE_FOLDER = "a folder with config.json, safetensors and a tokenizer"
+CONFIG_FILE = "a config's .json file"
 
 
-def check_model(model: str) -> Path:
+def check_model(model: str, wanted: str = WHOLE_FOLDER) -> Path:
     """Find a model by name or folder and check it: files whole, architecture served. Nothing is loaded.
+
+    Args:
+        model: a bundled model's name, or a folder.
+        wanted: what to ask for where it is neither.
 
     Returns:
         Its folder.
@@ -24,14 +30,14 @@ def check_model(model: str) -> Path:
     Raises:
         InputError: one line that says what was given and what is wanted.
     """
-    folder = find_model(model)
+    folder = find_model(model, wanted)
     check_architecture(read_config(folder))
     check_files(folder)
     return folder
 
 
-def find_model(model: str) -> Path:
-    """The folder of a bundled model's name, or the folder itself.
+def find_model(model: str, wanted: str = WHOLE_FOLDER) -> Path:
+    """The folder of a bundled model's name, or the folder itself; `wanted` as for :func:`check_model`.
 
     Raises:
         InputError: `model` is neither.
@@ -46,9 +52,7 @@ def find_model(model: str) -> Path:
             return folder
         if model and folder.is_file():
             kind = "a file"
-    raise InputError(
-        f"model {model!r} is {kind}: give a folder with config.json and safetensors, or one of {', '.join(names)}"
-    )
+    raise InputError(f"model {model!r} is {kind}: give {wanted}, or one of {', '.join(names)}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -171,7 +171,9 @@ def resolve_backend(backend: str, device: str | torch.device | None = None) -> s
         return "torch"
     reason = unavailable_reason(backend, device)
     if reason is not None:
-        raise ValueError(f"backend {backend!r} is not available: {reason}; use 'auto' or 'torch'")
+        here = [name for name in BACKENDS if unavailable_reason(name, device) is None]
+        wanted = ", ".join(map(repr, ("auto", *here[:-1])))
+        raise ValueError(f"backend {backend!r} is not available: {reason}; use {wanted} or {here[-1]!r}")
     return backend
 
 

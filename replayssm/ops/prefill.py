@@ -1,8 +1,9 @@
 """Prefill operators: whole prompts, or parts of them, packed one behind the other.
 
 Sequence s has the tokens from ``cu_seqlens[s]`` up to ``cu_seqlens[s + 1]``, continues from its own initial state and
-gives its final one. No slot, ring or cursor is involved. Backend ``"torch"`` is PyTorch everywhere; any other takes
-flash-linear-attention where it is installed and serves the layer, see :mod:`replayssm.backends.fla`, else PyTorch.
+gives its final one. No slot, ring or cursor is involved. The layers' recurrences are PyTorch with every backend; with
+any but ``"torch"`` they take flash-linear-attention where it is installed and serves the layer, see
+:mod:`replayssm.backends.fla`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from replayssm.backends import fla
 from replayssm.backends.torch import prefill as torch_prefill
 from replayssm.ops.checks import ACTIVATION_DTYPES, check_activation, check_conv, check_rank, check_tensor
-from replayssm.ops.dispatch import call, register, resolve_backend
+from replayssm.ops.dispatch import backend_module, call, register, resolve_backend
 from replayssm.ops.inputs import check_dt_limit, check_kda_gate, limits
 from replayssm.ops.layers import GATE, LAYERS, MAMBA2, scale_of
 
@@ -169,7 +170,7 @@ def causal_conv1d_prefill(
         bias: ``[C]`` or None.
         cu_seqlens: as for :func:`gdn_prefill`.
         activation: ``"silu"``, its synonym ``"swish"``, or None.
-        backend: see :mod:`replayssm.ops`; the convolution is PyTorch everywhere.
+        backend: see :mod:`replayssm.ops`.
 
     Returns:
         ``[total, C]`` in the dtype of x, and each sequence's last W − 1 inputs, ``[S, C, W − 1]``.
@@ -250,6 +251,6 @@ for _schema in _SCHEMAS:
 register(
     "causal_conv1d_prefill(Tensor x, Tensor conv_state, Tensor weight, Tensor? bias, Tensor cu_seqlens, "
     "str? activation, str backend) -> (Tensor, Tensor)",
-    lambda *args: torch_prefill.causal_conv1d_prefill(*args[:-1]),
+    lambda *args: backend_module(args[-1]).causal_conv1d_prefill(*args[:-1]),
     lambda x, conv_state, *_: (x.new_empty(x.shape), conv_state.new_empty(conv_state.shape)),
 )

@@ -17,7 +17,7 @@ from replayssm.errors import InputError
 from replayssm.server import errors
 from replayssm.server.errors import ApiError
 from replayssm.server.formats import Choice, Format, Usage
-from replayssm.server.logs import LOGGER, note, note_error, note_gone
+from replayssm.server.logs import LOGGER, event, note, note_error, note_gone
 from replayssm.server.service import Service
 from replayssm.server.updates import NumberedUpdates, merged, started
 
@@ -95,7 +95,7 @@ class Answer(Response):
     async def _work(self, scope: Scope, events: "Events") -> dict[str, Any] | None:
         """The whole answer, or None after a stream of it."""
         job, service = self._job, self._service
-        with service.gate.enter(job.samples):
+        with service.gate.enter(job.samples, "n" if job.params.n > 1 else "prompt"):
             self._choices = [Choice(i) for i in range(job.samples)]
             async with (
                 asyncio.timeout(service.options.request_seconds),
@@ -184,7 +184,7 @@ class Answer(Response):
         if isinstance(error, EngineClosed):
             failed = self._service.engine.failed
             return errors.engine_failed(failed) if failed else errors.shutting_down()
-        LOGGER.exception("internal error", extra={"fields": {"id": self._job.request_id}})
+        LOGGER.exception("internal error", extra=event("internal_error", id=self._job.request_id))
         return errors.internal_error()
 
 

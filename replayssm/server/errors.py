@@ -11,6 +11,7 @@ from replayssm.errors import InputError, one_line
 
 FIELDS = {"json_schema": "response_format", "prompt": "prompt"}  # of requests, for what the engine's messages name
 CONSTRAINTS = ("json_schema", "regex")
+OUR_FAULTS = ("engine_failed", "internal_error")  # codes of a 500
 CLIENT_GONE = 499  # never sent, as nobody listens; it tells the log and the metrics
 
 
@@ -97,6 +98,8 @@ def from_validation(error: ValidationError) -> ApiError:
         return bad_request("the body is not a JSON object")
     if first["type"] == "extra_forbidden":
         return bad_request(f"{field} is not a parameter of this endpoint", param=field, code="unknown_parameter")
+    if first["type"] == "too_short":
+        return bad_request(f"{field} is empty: at least one is wanted", param=field)
     if first["type"] == "missing":
         return bad_request(f"{field} is missing", param=field, code="missing_required_parameter")
     return bad_request(f"{field}: {first['msg'].removeprefix('Value error, ')}", param=field)

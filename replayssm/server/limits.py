@@ -10,7 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replayssm.server.errors import ApiError, busy, shutting_down
+from replayssm.server.errors import ApiError, bad_request, busy, shutting_down
 from replayssm.server.logs import note_error
 from replayssm.server.options import ServerOptions
 
@@ -29,14 +29,15 @@ class Gate:
         self.most, self.inside = most, 0
 
     @contextlib.contextmanager
-    def enter(self, samples: int) -> Iterator[None]:
-        """Room for `samples` as long as the context lasts.
+    def enter(self, samples: int, param: str | None = None) -> Iterator[None]:
+        """Room for `samples`, which come of a request's `param`, as long as the context lasts.
 
         Raises:
             ApiError: 429 while there is no room, 400 if there can't be.
         """
         if samples > self.most:
-            raise ApiError(400, f"the request wants {samples} samples: the server has room for {self.most} at once")
+            message = f"the request wants {samples} samples: the server has room for {self.most} at once"
+            raise bad_request(message, param=param)
         if self.inside + samples > self.most:
             raise busy(f"the server is busy with {self.inside} of at most {self.most} samples: try again later")
         self.inside += samples

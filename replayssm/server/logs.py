@@ -13,7 +13,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replayssm.server.errors import CLIENT_GONE, ApiError, internal_error
+from replayssm.server.errors import CLIENT_GONE, OUR_FAULTS, ApiError, internal_error
 
 LOGGER = logging.getLogger("replayssm.server")
 QUIET_PATHS = ("/health", "/metrics")  # asked every few seconds; logged when they fail
@@ -42,7 +42,7 @@ class Logged:
         try:
             await self._app(scope, receive, send_noted)
         except Exception:
-            LOGGER.exception("internal error", extra={"fields": {"id": record["id"]}})
+            LOGGER.exception("internal error", extra=event("internal_error", id=record["id"]))
             if record["status"] is None:
                 await internal_error().response()(scope, receive, send_noted)
         finally:
@@ -55,7 +55,13 @@ class Logged:
         asked = {"method": scope["method"], "path": scope["path"][:200], "client": client[0] if client else None}
         self._on_request(asked | record)
         if scope["path"] not in QUIET_PATHS or record["status"] >= 400:
-            LOGGER.info("request", extra={"fields": asked | record})
+            level = logging.ERROR if record.get("error") in OUR_FAULTS else logging.INFO
+            LOGGER.log(level, "request", extra=event("request", **asked | record))
+
+
+def event(name: str, /, **fields: Any) -> dict[str, Any]:
+    """What a line has besides its text, for programs: a name that stays, and fields."""
+    return {"event": name, "fields": fields}
 
 
 def request_id(scope: Scope) -> str:
@@ -95,7 +101,10 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
+        event, message = getattr(record, "event", "message"), record.getMessage()
+        line = {"time": when, "level": record.levelname.lower(), "event": event}
+        if message != event:
+            line["message"] = message
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -106,13 +115,10 @@ class TextLines(logging.Formatter):
     """Lines for people; what a client chose (its path) cannot break out of its line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields, event = getattr(record, "fields", {}), record.getMessage()
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        if event == "request":
-            event = _told(fields).encode("unicode_escape").decode()
-        elif event == "listening":
-            event = f"{fields['model']} answers at {fields['url']}; Ctrl-C stops it"
-        return f"{clock} {event}\n{self.formatException(record.exc_info)}" if record.exc_info else f"{clock} {event}"
+        clock, text = time.strftime("%H:%M:%S", time.localtime(record.created)), record.getMessage()
+        if getattr(record, "event", None) == "request":
+            text = _told(getattr(record, "fields", {})).encode("unicode_escape").decode()
+        return f"{clock} {text}\n{self.formatException(record.exc_info)}" if record.exc_info else f"{clock} {text}"
 
 
 def _told(fields: dict[str, Any]) -> str:
@@ -123,4 +129,6 @@ def _told(fields: dict[str, Any]) -> str:
         line += f", first after {fields['ttft_seconds']:.3f} s"
     if "error" in fields:
         line += f", {fields['error']}"
+    if "error_message" in fields:
+        line += f": {fields['error_message']}"
     return f"{line} ({fields['id']})"

@@ -13,7 +13,7 @@ import uvicorn
 from replayssm.engine import AsyncEngine, Engine
 from replayssm.errors import InputError, one_line
 from replayssm.server.app import make_app
-from replayssm.server.logs import LOGGER
+from replayssm.server.logs import LOGGER, event
 from replayssm.server.options import ServerOptions
 from replayssm.server.service import Service, make_service
 
@@ -79,7 +79,8 @@ class Server:
         if self._service.draining:
             self._stop_again.set()
             return
-        LOGGER.info("stopping: requests have %g s to finish", self._service.options.drain_seconds)
+        seconds = self._service.options.drain_seconds
+        LOGGER.info("stopping: requests have %g s to finish", seconds, extra=event("stopping", drain_seconds=seconds))
         self._service.stopping.set()
 
     async def serve(self, bound: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -147,9 +148,11 @@ def _allow_connections() -> None:
 
 def _tell(service: Service, where: str) -> None:
     options = service.options
-    LOGGER.info("listening", extra={"fields": {"url": f"{where}/v1", "model": service.name}})
+    base, name = f"{where}/v1", service.name
+    LOGGER.info("%s answers at %s; Ctrl-C stops it", name, base, extra=event("listening", url=base, model=name))
     if not options.on_loopback and not options.api_keys:
-        LOGGER.warning("whoever reaches %s can use the model: --api-key asks for a key", where)
+        told = "whoever reaches %s can use the model: --api-key asks for a key"
+        LOGGER.warning(told, where, extra=event("no_api_key", url=where))
 
 
 class _Uvicorn(uvicorn.Server):

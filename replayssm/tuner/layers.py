@@ -12,7 +12,7 @@ from replayssm.backends.cuda import blocks
 from replayssm.errors import InputError, one_line
 from replayssm.loading import quiet_libraries
 from replayssm.loading.architectures import check_architecture
-from replayssm.loading.folder import find_model, read_config, read_json_object
+from replayssm.loading.folder import CONFIG_FILE, find_model, read_config, read_json_object
 from replayssm.state import LayerSpec
 
 Layers = dict[str, list[LayerSpec]]
@@ -37,7 +37,7 @@ def config_file(model: str) -> Path:
     if model not in bundled.names() and path.is_file():
         check_architecture(read_json_object(path))
         return path
-    folder = find_model(model)
+    folder = find_model(model, f"a folder with config.json, {CONFIG_FILE}")
     check_architecture(read_config(folder))
     return folder / "config.json"
 

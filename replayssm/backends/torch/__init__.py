@@ -6,12 +6,14 @@ at each call, and its matrix products choose their order of summation by the bat
 
 from replayssm.backends.torch.conv import causal_conv1d_update, causal_conv1d_verify
 from replayssm.backends.torch.layers import decode_step, verify_step
+from replayssm.backends.torch.prefill import causal_conv1d_prefill
 from replayssm.backends.torch.rollback import accept, commit
 from replayssm.backends.torch.state import advance, materialize, read_state
 
 __all__ = [
     "accept",
     "advance",
+    "causal_conv1d_prefill",
     "causal_conv1d_update",
     "causal_conv1d_verify",
     "commit",
