@@ -1,5 +1,10 @@
 """The error that the command line shows without a traceback."""
 
+BROKEN_LOGITS = (
+    "the model gave no token: its logits are NaN or infinite, as those of a broken checkpoint are, or of numbers too "
+    "large for the model's dtype"
+)
+
 
 class InputError(ValueError):
     """What the user gave cannot be used; the message is one line: what was given, what is wanted."""

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from replayssm import bundled, cli
 from replayssm.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
-from replayssm.engine.reader import BROKEN
+from replayssm.errors import BROKEN_LOGITS
 from replayssm.loading import load_model
 from replayssm.options import LoadOptions
 from tests.test_engine import GREEDY, LONG, assert_all_is_accounted_for, engine_with, run, tokens_of
@@ -52,7 +52,7 @@ def test_a_prompt_that_breaks_the_model_ends_with_an_error_and_its_neighbours_do
     assert sorted(update.index for update in updates) == [0, 1]
     for update in updates:
         assert (update.token_ids, update.text, update.logprobs) == ((), "", ())
-        assert (update.finish_reason, update.message) == ("error", BROKEN)
+        assert (update.finish_reason, update.message) == ("error", BROKEN_LOGITS)
     assert_all_is_accounted_for(engine)
 
 
@@ -66,7 +66,7 @@ def test_a_sample_keeps_the_tokens_before_its_logits_break(way):
     assert completion.token_ids == said[: place + 1]
     assert completion.text == "".join(f" {token}" for token in said[: place + 1])
     assert [one.token for one in completion.logprobs] == completion.token_ids
-    assert (completion.finish_reason, completion.message) == ("error", BROKEN)
+    assert (completion.finish_reason, completion.message) == ("error", BROKEN_LOGITS)
     assert run(engine) == {}  # what was computed ahead
     assert_all_is_accounted_for(engine)
 
@@ -105,7 +105,7 @@ def test_a_broken_snapshot_of_a_cancelled_request_goes_with_the_first_that_used_
     assert [POISON in text for text in cached_texts(engine)] == [True] * len(engine.cache.recent) != []
     (output,) = engine.generate([prompt], GREEDY)
     assert output.cached_tokens > 0
-    assert output.completions[0].message == BROKEN
+    assert output.completions[0].message == BROKEN_LOGITS
     assert cached_texts(engine) == []
     assert [update.finish_reason for update in run(engine)["cancelled"]] == ["abort"]
     assert_all_is_accounted_for(engine)
@@ -119,9 +119,13 @@ BAD = "\x07"
 @pytest.fixture(scope="module")
 def broken_model(tmp_path_factory):
     """A folder."""
-    folder = tmp_path_factory.mktemp("models") / "broken"
-    shutil.copytree(bundled.path(QWEN), folder)
     (token,) = load_model(QWEN).tokenizer(BAD)["input_ids"]
+    return folder_with(token, tmp_path_factory.mktemp("models") / "broken")
+
+
+def folder_with(token, folder):
+    """A model that gives NaN from this token on."""
+    shutil.copytree(bundled.path(QWEN), folder)
     weights = load_file(folder / "model.safetensors")
     (name,) = (name for name in weights if name.endswith("embed_tokens.weight"))
     weights.setdefault("lm_head.weight", weights[name].clone())  # tied, it would break the logits of all
@@ -145,7 +149,7 @@ def test_pages_slots_and_rows_of_a_broken_request_serve_others_with_the_same_bit
         for _ in range(2):
             asked = [f"import os{BAD}\nimport sys", *texts]
             broken, *others = (output.completions[0] for output in engine.generate(asked, params))
-            assert (broken.finish_reason, broken.token_ids, broken.message) == ("error", [], BROKEN)
+            assert (broken.finish_reason, broken.token_ids, broken.message) == ("error", [], BROKEN_LOGITS)
             assert others == expected
             engine.cache.clear()
         assert_all_is_accounted_for(engine)
@@ -154,11 +158,39 @@ def test_pages_slots_and_rows_of_a_broken_request_serve_others_with_the_same_bit
             assert all(bool(kept[:-1].isfinite().all()) for kept in drafts._pages.keys.values())
 
 
-def test_the_command_line_says_it_in_one_line(broken_model, capfd):
-    args = ["--model", str(broken_model), "--max-new-tokens", "4"]
+GENERATE = {
+    "engine": [],
+    "stepwise": ["--no-replay"],
+    "drafts": ["--speculate", "draft", "--draft-model", QWEN],
+    "tree": ["--speculate", "ngram", "--tree", "2"],
+}
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("extra", GENERATE.values(), ids=GENERATE.keys())
+def test_the_command_line_says_it_in_one_line(broken_model, extra, temperature, capfd):
+    args = ["--model", str(broken_model), "--max-new-tokens", "4", "--temperature", temperature, *extra]
     assert cli.run(["generate", "--prompt", f"import{BAD}", *args]) == 2
     out, err = capfd.readouterr()
-    assert (out, err) == ("", f"replayssm: error: {BROKEN}\n")
+    assert (out, err) == ("", f"replayssm: error: {BROKEN_LOGITS}\n")
+
+
+@pytest.mark.parametrize("extra", GENERATE.values(), ids=GENERATE.keys())
+def test_the_command_line_streams_what_came_before_the_logits_broke(extra, tmp_path, capfd):
+    prompt = "class Tree:\n    def __init__(self"
+    with Engine(QWEN, EngineOptions(max_rows=1, max_context=64)) as engine:
+        (output,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=20))
+        said = output.completions[0].token_ids
+        place = next(i for i, token in enumerate(said) if i > 9 and token not in said[:i])
+        # In a window of drafts, attention carries NaN to the places before it.
+        least, most = (engine.loaded.tokenizer.decode(said[:end]) for end in (place - 2, place + 1))
+    folder = folder_with(said[place], tmp_path / "broken")
+    args = ["--model", str(folder), "--prompt", prompt, "--max-new-tokens", "20", "--stream", *extra]
+    assert cli.run(["generate", *args]) == 2
+    out, err = capfd.readouterr()
+    assert most.startswith(out)
+    assert out.startswith(least if "draft" in extra else most)
+    assert err == f"replayssm: error: {BROKEN_LOGITS}\n"
 
 
 def test_an_async_stream_ends_with_the_error():
@@ -167,4 +199,4 @@ def test_an_async_stream_ends_with_the_error():
             return [update async for update in engine.generate([POISON], GREEDY)]
 
     (update,) = asyncio.run(updates())
-    assert (update.finish_reason, update.message) == ("error", BROKEN)
+    assert (update.finish_reason, update.message) == ("error", BROKEN_LOGITS)

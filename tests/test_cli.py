@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from replayssm import bundled, cli, ops
 from replayssm.cli.generate import generate, stepwise_counters
@@ -322,6 +323,20 @@ def test_more_tokens_than_the_model_was_made_for_are_refused_before_it_loads(rep
 )
 def test_what_tokenizer_and_config_know_is_told_before_a_model_loads(replayssm, args, part):
     expect_one_line(replayssm(*args), part)
+
+
+@pytest.mark.parametrize("extra", [(), ("--chat",)], ids=["text", "chat"])
+def test_a_prompt_is_tokenized_once(replayssm, monkeypatch, extra):
+    texts = []
+    tokenize = PreTrainedTokenizerFast.__call__
+
+    def noted(self, text, *args, **kwargs):
+        texts.append(text)
+        return tokenize(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", noted)
+    code, _, _ = replayssm("generate", "--prompt", PROMPT, "--max-new-tokens", "1", *extra)
+    assert (code, len(texts)) == (0, 1)
 
 
 @pytest.mark.usefixtures("no_weights")

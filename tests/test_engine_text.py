@@ -11,7 +11,7 @@ import pytest
 
 from replayssm import bundled
 from replayssm.engine.params import SamplingParams
-from replayssm.engine.text import LONGEST_WINDOW, Detokenizer, Piece, StopStrings, TextStream
+from replayssm.engine.text import LONGEST_WINDOW, Detokenizer, StopStrings, TextPiece, TextStream
 
 EOS = (256, 258)
 MULTIBYTE = "naïve 漢字 — 🎉🎉 ok\n"
@@ -34,7 +34,7 @@ def pieces(tokenizer: Any, tokens: list[int], *, skip: bool = True) -> list[str]
     return [*map(detokenizer.append, tokens), detokenizer.finish()]
 
 
-def stream(tokens: list[int], tokenizer: Any = None, at_once: int = 1, **settings: object) -> list[Piece]:
+def stream(tokens: list[int], tokenizer: Any = None, at_once: int = 1, **settings: object) -> list[TextPiece]:
     """Pieces up to the end of the sample."""
     text, found = TextStream(tokenizer or tokenizer_of(bundled.names()[0]), SamplingParams(**settings), EOS), []
     for start in range(0, len(tokens), at_once):
@@ -44,7 +44,7 @@ def stream(tokens: list[int], tokenizer: Any = None, at_once: int = 1, **setting
     return found
 
 
-def joined(found: list[Piece]) -> str:
+def joined(found: list[TextPiece]) -> str:
     return "".join(piece.text for piece in found)
 
 
@@ -234,24 +234,24 @@ def test_windows_end_where_single_tokens_would():
 
 @pytest.mark.parametrize("eos", EOS)
 def test_an_end_of_sequence_ends_it_without_text(eos):
-    assert stream([97, eos, 98], at_once=3) == [Piece("a", 2, "stop", None)]
-    assert stream([97, eos, 98], at_once=3, skip_special_tokens=False) == [Piece("a", 2, "stop", None)]
+    assert stream([97, eos, 98], at_once=3) == [TextPiece("a", 2, "stop", None)]
+    assert stream([97, eos, 98], at_once=3, skip_special_tokens=False) == [TextPiece("a", 2, "stop", None)]
 
 
 def test_an_end_of_sequence_that_is_ignored_is_a_token_like_others():
-    assert stream([97, 256, 98], at_once=3, ignore_eos=True) == [Piece("ab", 3)]
-    assert stream([97, 256], at_once=2, ignore_eos=True, stop_token_ids=[256]) == [Piece("a", 2, "stop", 256)]
+    assert stream([97, 256, 98], at_once=3, ignore_eos=True) == [TextPiece("ab", 3)]
+    assert stream([97, 256], at_once=2, ignore_eos=True, stop_token_ids=[256]) == [TextPiece("a", 2, "stop", 256)]
 
 
 def test_a_stop_token_ends_it_and_is_named():
-    assert stream([97, 98, 99], at_once=3, stop_token_ids=[98]) == [Piece("a", 2, "stop", 98)]
-    assert stream([97, 98, 99], at_once=3, stop_token_ids=[98], include_stop=True) == [Piece("ab", 2, "stop", 98)]
+    assert stream([97, 98, 99], at_once=3, stop_token_ids=[98]) == [TextPiece("a", 2, "stop", 98)]
+    assert stream([97, 98, 99], at_once=3, stop_token_ids=[98], include_stop=True) == [TextPiece("ab", 2, "stop", 98)]
 
 
 def test_the_last_token_that_is_allowed_ends_it():
-    assert stream([97, 98, 99], at_once=3, max_tokens=2) == [Piece("ab", 2, "length", None)]
-    assert stream([97, 98], at_once=2, max_tokens=2, stop="b") == [Piece("a", 2, "stop", "b")]
-    assert stream([97, 256], at_once=2, max_tokens=2) == [Piece("a", 2, "stop", None)]
+    assert stream([97, 98, 99], at_once=3, max_tokens=2) == [TextPiece("ab", 2, "length", None)]
+    assert stream([97, 98], at_once=2, max_tokens=2, stop="b") == [TextPiece("a", 2, "stop", "b")]
+    assert stream([97, 256], at_once=2, max_tokens=2) == [TextPiece("a", 2, "stop", None)]
 
 
 def test_nothing_is_lost_at_an_end_with_half_a_character_or_half_a_stop_string():
@@ -263,7 +263,7 @@ def test_nothing_is_lost_at_an_end_with_half_a_character_or_half_a_stop_string()
 
 def test_a_sample_that_is_cut_off_gives_out_what_was_held_back():
     text = TextStream(tokenizer_of(bundled.names()[0]), SamplingParams(stop="bcd"), EOS)
-    assert text.append([97, 98, 99, 0xE6]) == Piece("a", 4)
+    assert text.append([97, 98, 99, 0xE6]) == TextPiece("a", 4)
     assert text.finish() == "bc\ufffd"
     assert text.finish() == ""
     assert text.num_tokens == 4

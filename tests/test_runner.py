@@ -14,11 +14,12 @@ from families import FAMILIES
 from running import LENGTHS, NEW, PAGE, Desk, generated, int32, loaded, prompt
 
 from replayssm import bundled, disable, enable
+from replayssm.engine import Engine, EngineOptions, SamplingParams
 from replayssm.engine.attention import Queries, TorchAttention, TritonAttention, parts_of, some_pages
-from replayssm.engine.cache import ATTRIBUTE
 from replayssm.engine.forward import Chunk
 from replayssm.engine.graphs import Graphs, row_counts
 from replayssm.engine.runner import Runner
+from replayssm.loading import load_model
 from replayssm.models.binding import binding_of
 
 BUNDLED = bundled.names()
@@ -239,7 +240,7 @@ def test_the_model_is_put_back(name):
     implementation = model.config._attn_implementation
     desk = Desk(name)
     (row,) = desk.start(11)
-    with pytest.raises(ValueError, match="served by another engine"):
+    with pytest.raises(ValueError, match="is served by an engine"):
         Desk(name)
     text = torch.tensor([prompt(11)])
     plain = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -274,14 +275,34 @@ def test_a_model_that_is_served_is_neither_enabled_nor_disabled(name, by_caller)
     assert binding_of(model) is None
 
 
+@pytest.mark.parametrize("by_caller", [False, True], ids=["enabled-by-the-engine", "enabled-by-the-caller"])
+def test_a_model_whose_engine_was_forgotten_is_free_and_still_has_replay(by_caller):
+    loaded_model = load_model("qwen3_5-tiny")
+    if by_caller:
+        enable(loaded_model.model, ring_len=3)
+    engine = Engine(loaded_model, EngineOptions(max_rows=1, max_context=64))
+    engine.add("import os", SamplingParams(max_tokens=4))
+    engine.step()
+    binding = binding_of(loaded_model.model)
+    del engine
+    with Engine(loaded_model, EngineOptions(max_rows=1, max_context=64)):
+        assert binding_of(loaded_model.model) is binding
+    assert binding_of(loaded_model.model) is binding
+    forgotten = Engine(loaded_model, EngineOptions(max_rows=1, max_context=64))
+    del forgotten
+    assert binding_of(disable(loaded_model.model)) is None
+
+
 def test_a_failed_forward_leaves_the_model_as_it_was():
     model = loaded("qwen3_5-tiny").model
     with Desk("qwen3_5-tiny") as desk:
+        before = [set(vars(module)) for module in model.modules()]
         implementation = model.config._attn_implementation
         (slot,) = desk.runner.pool.alloc(1)
         with pytest.raises(IndexError):
             desk.runner.prefill([Chunk(slot, desk.pages(3), 0, [1, 2, 10**6])])
         assert model.config._attn_implementation == implementation
+        assert [set(vars(module)) for module in model.modules()] == before
         assert not any(hooks for module in model.modules() for hooks in (module._forward_hooks,))
         expect("qwen3_5-tiny", desk.start(11))
 
@@ -308,7 +329,7 @@ def test_models_with_attention_that_forgets_are_refused(monkeypatch):
     monkeypatch.setattr(model.config, "layer_types", ["linear_attention", "sliding_attention", "linear_attention"])
     with pytest.raises(ValueError, match="the model has sliding_attention layers: attention that sees all tokens"):
         Desk("qwen3_5")
-    assert not any(ATTRIBUTE in vars(module) for module in model.modules())
+    assert binding_of(model) is None
 
 
 class Replayed(Graphs):

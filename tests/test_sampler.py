@@ -15,12 +15,12 @@ from torch import Tensor
 
 from replayssm.engine import distribution, sampler
 from replayssm.engine.distribution import Filters, threshold
-from replayssm.engine.drawn import NO_TOKEN
 from replayssm.engine.logprobs import Logprobs
 from replayssm.engine.outputs import TokenLogprobs
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.randomness import draw_seed, gumbel, stream_key, token_hashes
 from replayssm.engine.sampler import Sampler
+from replayssm.speculate.sampling import NO_TOKEN
 
 VOCAB = 97  # no multiple of 32, nor of a vector's length
 CPU = torch.device("cpu")
@@ -399,13 +399,13 @@ def test_counts_are_kept_for_penalised_rows_alone_and_their_memory_is_used_again
     made = Sampler(VOCAB, CPU, max_rows=64)
     for row in range(60):
         made.join(row, SamplingParams(), seed=0, prompt=[1])
-    assert made._seen.num_places == 0
+    assert len(made._seen.counts) == 0
     for _ in range(30):
         for row in (60, 61, 62):
             made.join(row, REQUESTS["penalised"], seed=0, prompt=[1])
         made.leave(61)
         made.leave(61)
-    assert made._seen.num_places == 4
+    assert len(made._seen.counts) == 4
 
 
 def test_a_row_that_joins_again_has_no_memory_of_its_last_request():
@@ -600,7 +600,7 @@ def test_it_never_holds_more_than_it_says():
     biases = dict.fromkeys(range(VOCAB), 1.0)
     for row in range(16):
         made.join(row, replace(REQUESTS["penalised"], logit_bias=biases), seed=0, prompt=[1])
-    tables = [made._hashes, made._numbers, made._integers, made._seen._seen, *vars(made._edits).values()]
+    tables = [made._hashes, made._numbers, made._integers, made._seen.counts, *made._edits.tables]
     assert sum(table.nbytes for table in tables if isinstance(table, Tensor)) < most
     per_row = Sampler.max_bytes(150_000, 257) - Sampler.max_bytes(150_000, 256)
     assert per_row < 10 * 150_000, "temporary memory must not grow with the rows"

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.engine.contents import gather
 from replayssm.engine.engine import Engine
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.outputs import Completion, Update
 from replayssm.engine.params import SamplingParams
 from replayssm.engine.request import Saved
-from replayssm.engine.session import gather
 from replayssm.engine.setup import just_enough
 from replayssm.loading import LoadedModel
 

@@ -132,14 +132,14 @@ def generate(
 
     out = sys.stdout
     with _status(f"loading {model}"):
-        tokenizer = check_request(model, text, options, load_options)
+        tokenizer, tokens = check_request(model, text, options, load_options)
         loaded = load_model(model, load_options, tokenizer)
     use_fitting_threads(loaded)
     if stream and out is not None:
-        result = run_generate(loaded, text, options, on_text=_writer(out))
+        result = run_generate(loaded, tokens, options, on_text=_writer(out))
     else:
         with _status(f"generating {max_new_tokens} tokens"):
-            result = run_generate(loaded, text, options)
+            result = run_generate(loaded, tokens, options)
     if as_json:
         typer.echo(json.dumps(result.model_dump()))
         return

@@ -82,13 +82,13 @@ class Generated(NamedTuple):
 
 
 def generate(
-    loaded: LoadedModel, prompt: str, options: GenerateOptions | None = None, on_text: OnText | None = None
+    loaded: LoadedModel, prompt: str | list[int], options: GenerateOptions | None = None, on_text: OnText | None = None
 ) -> GenerateResult:
     """Generate one continuation of `prompt`.
 
     Args:
         loaded: From :func:`replayssm.loading.load_model`; its model is left as it was.
-        prompt: The text to continue, or with ``options.chat`` the user's message.
+        prompt: The text to continue, or with ``options.chat`` the user's message; or the tokens of it.
         options: See :class:`GenerateOptions`.
         on_text: Called with each new piece of text as soon as it is final.
 
@@ -96,7 +96,6 @@ def generate(
         InputError: one line that says what was given and what is wanted.
     """
     options = options or GenerateOptions()
-    check_prompt(prompt)
     _check_ring_dtype(options.ring_dtype, loaded.dtype)
     layers = _recurrent_layers(loaded.model)
     params = _sampling(options)
@@ -129,16 +128,17 @@ def generate(
     )
 
 
-def check_request(model: str, prompt: str, options: GenerateOptions, load: LoadOptions) -> Any:
+def check_request(model: str, prompt: str, options: GenerateOptions, load: LoadOptions) -> tuple[Any, list[int]]:
     """Refuse, before a model's weights are loaded, what :func:`generate` would refuse behind them.
 
     Args:
         model: a model that was checked.
-        prompt, options: as for :func:`generate`.
+        prompt: a text, see :func:`generate`.
+        options: as for :func:`generate`.
         load: how the model is going to be loaded.
 
     Returns:
-        The model's tokenizer.
+        The model's tokenizer, and the prompt's tokens.
 
     Raises:
         InputError: one line that says what was given and what is wanted.
@@ -153,7 +153,7 @@ def check_request(model: str, prompt: str, options: GenerateOptions, load: LoadO
         _check_length(model, context_of(config), len(tokens), options.max_new_tokens)
         if options.draft_model is not None:
             _check_vocabulary(tokenizer, load_tokenizer(find_model(options.draft_model)))
-    return tokenizer
+    return tokenizer, tokens
 
 
 def _with_engine(
@@ -292,8 +292,11 @@ def _check_vocabulary(tokenizer: Any, draft: Any) -> None:
         raise InputError(one_line(error, limit=400)) from error
 
 
-def _encode(tokenizer: Any, name: str, prompt: str, *, chat: bool) -> list[int]:
-    """Token ids of the prompt for the model of this name."""
+def _encode(tokenizer: Any, name: str, prompt: str | list[int], *, chat: bool) -> list[int]:
+    """Token ids of the prompt, which it may be already, for the model of this name."""
+    if isinstance(prompt, list):
+        return prompt
+    check_prompt(prompt)
     if chat:
         if not tokenizer.chat_template:
             raise InputError(f"model {name!r} has no chat template: generate without --chat")

@@ -14,6 +14,7 @@ from replayssm.engine import SamplingParams
 from replayssm.engine.randomness import draw_seed
 from replayssm.engine.sampler import Sampler
 from replayssm.engine.text import Detokenizer
+from replayssm.errors import BROKEN_LOGITS, InputError
 from replayssm.loading import LoadedModel
 from replayssm.models.fallback import on_a_cpu
 from replayssm.models.support import find_adapters
@@ -27,15 +28,18 @@ def generate_stepwise(loaded: LoadedModel, tokens: list[int], params: SamplingPa
         tokens: of the prompt.
         params: how tokens are drawn; the same seed draws the same tokens as in an engine.
         streamer: gets the prompt, then the tokens as they come.
+
+    Raises:
+        InputError: the model's logits are NaN or infinite.
     """
     ids = torch.tensor([tokens], device=loaded.device)
-    draws = [] if params.greedy else [Draws(loaded, params)]
+    draws = Draws(loaded, params, streamer)
     with _without_defaults(loaded, params):
         sequences = loaded.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            logits_processor=draws,
-            streamer=streamer,
+            logits_processor=[draws],
+            streamer=draws,
             use_cache=True,
         )
     new: list[int] = sequences[0, len(tokens) :].tolist()
@@ -66,18 +70,36 @@ def _without_defaults(loaded: LoadedModel, params: SamplingParams) -> Iterator[N
 
 
 class Draws:
-    """A logits processor that leaves the token which the engine's sampler draws."""
+    """A logits processor that leaves the token which the engine's sampler draws, and the streamer that gets it.
 
-    def __init__(self, loaded: LoadedModel, params: SamplingParams) -> None:
-        self._sampler = Sampler(loaded.model.get_output_embeddings().weight.shape[0], loaded.model.device, max_rows=1)
+    Where logits are broken that is one which the model doesn't have: on the host, where the streamer sees it before the
+    model would, looking costs nothing.
+    """
+
+    def __init__(self, loaded: LoadedModel, params: SamplingParams, streamer: Clock) -> None:
+        self._no_token: int = loaded.model.get_output_embeddings().weight.shape[0]
+        fused = False if params.greedy else None  # an argmax is worth no kernel that is compiled while time is taken
+        self._sampler = Sampler(self._no_token, loaded.model.device, max_rows=1, fused=fused)
         self._sampler.join(0, params, seed=draw_seed(params), prompt=[])
         self._rows = self._sampler.rows([0])
+        self._streamer = streamer
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores ``[1, V]``, of which one is finite."""
-        position = torch.tensor([input_ids.shape[1]], device=scores.device)
-        token = self._sampler.sample(scores.float(), self._rows, position).tokens
-        return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
+        """Of scores ``[1, V]``, others ``[1, V + 1]``, of which one is finite."""
+        position = input_ids.new_full((1,), input_ids.shape[1])  # waits for nothing, as a copy would
+        sampled = self._sampler.sample(scores.float(), self._rows, position)
+        token = torch.where(sampled.scores.isfinite(), sampled.tokens, self._no_token)
+        return scores.new_full((1, self._no_token + 1), -torch.inf).scatter_(1, token[:, None], 0.0)
+
+    def put(self, value: Tensor) -> None:
+        """Tokens came: the prompt first."""
+        if self._no_token in value.flatten().tolist():
+            raise InputError(BROKEN_LOGITS)
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """No more tokens come."""
+        self._streamer.end()
 
 
 class Clock:

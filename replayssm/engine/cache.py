@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,9 +29,10 @@ from replayssm.models.kernels import decode_kernels, verify_kernels
 from replayssm.state import ReplayPool
 
 ATTENTION = "replayssm_paged"
-ATTRIBUTE = "_replayssm_engine"  # of an attention module: the engine's cache
+ATTRIBUTE = "_replayssm_engine"  # of an attention module, during a forward: the engine's cache
 
 
+@dataclass(eq=False)
 class Step(ABC):
     """One forward: what runs in its recurrent layers, and where its tokens' keys and queries are.
 
@@ -47,16 +49,15 @@ class Step(ABC):
         """The `index`-th recurrent layer's output for its input, both as the model has them."""
 
 
+@dataclass(eq=False)
 class Prefill(Step):
     """Packed parts of prompts, ``[1, N, D]``; each continues its slot's state and leaves a new one.
 
-    Args:
+    Attributes:
         waves: the parts; those of one continue those of the one before.
-        queries, places: see :class:`Step`.
     """
 
-    def __init__(self, waves: Sequence[Wave], queries: Queries, places: Tensor) -> None:
-        self.waves, self.queries, self.places = waves, queries, places
+    waves: Sequence[Wave]
 
     def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
         """See :meth:`Step.run`."""
@@ -119,16 +120,15 @@ def _joined(outputs: list[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+@dataclass(eq=False)
 class Decode(Step):
     """One token for each row, ``[B, 1, D]``.
 
-    Args:
+    Attributes:
         slots: int32 ``[B]``.
-        queries, places: see :class:`Step`.
     """
 
-    def __init__(self, slots: Tensor, queries: Queries, places: Tensor) -> None:
-        self.slots, self.queries, self.places = slots, queries, places
+    slots: Tensor
 
     def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
         """See :meth:`Step.run`."""
@@ -136,17 +136,17 @@ class Decode(Step):
         return adapter.run(hidden.squeeze(1), kernels).unsqueeze(1)
 
 
+@dataclass(eq=False)
 class Verify(Step):
     """A window for each row, ``[B, T, D]``.
 
-    Args:
+    Attributes:
         slots: int32 ``[B]``.
         num_tokens: int32 ``[B]``, tokens that each row uses.
-        queries, places: see :class:`Step`.
     """
 
-    def __init__(self, slots: Tensor, num_tokens: Tensor, queries: Queries, places: Tensor) -> None:
-        self.slots, self.num_tokens, self.queries, self.places = slots, num_tokens, queries, places
+    slots: Tensor
+    num_tokens: Tensor
 
     def run(self, index: int, adapter: Adapter, hidden: Tensor, pool: ReplayPool) -> Tensor:
         """See :meth:`Step.run`."""

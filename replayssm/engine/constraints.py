@@ -7,6 +7,7 @@ llguidance is an optional dependency, and is imported by the first request that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +71,8 @@ class Constraint:
 
     def copy(self) -> Constraint:
         """Another sample's, from where this one is."""
-        other = Constraint(self._compiled, self._eos)
+        other = copy(self)
         other._matcher, other._tokens = self._matcher.deep_copy(), list(self._tokens)
-        other.finished = self.finished
         return other
 
     def advance(self, tokens: Sequence[int]) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from replayssm.engine.logprobs import Logprobs, token_logprobs
 from replayssm.engine.outputs import TokenLogprobs
 from replayssm.engine.rows import Rows
 from replayssm.engine.transfer import HostCopy
-
-NO_TOKEN = -1  # what the host reads where logits were broken
+from replayssm.speculate.sampling import NO_TOKEN, told
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class SampledCopy:
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Each row's token, or NO_TOKEN, and its log-probabilities where they were asked for."""
         tokens, scores, *logprobs = self.copy.wait()
-        ids = _told(tokens, scores)
+        ids: list[int] = told(tokens, scores).tolist()
         found = _by_row(ids, Logprobs(*logprobs) if logprobs else None, self.rows)
         return ids, found
 
@@ -89,7 +86,7 @@ class VerifiedCopy:
     def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
         """Each row's new tokens, up to the first NO_TOKEN, and their log-probabilities where they were asked for."""
         tokens, scores, num_accepted, *logprobs = self.copy.wait()
-        ids, counts = _told(tokens, scores), num_accepted.tolist()
+        ids, counts = told(tokens, scores).tolist(), num_accepted.tolist()
         counts = [_until_broken(row, count) for row, count in zip(ids, counts, strict=True)]
         found: list[list[TokenLogprobs]] = [[] for _ in ids]
         for place, parts in enumerate(zip(*[iter(logprobs)] * 3, strict=True)):
@@ -97,12 +94,6 @@ class VerifiedCopy:
                 if one is not None and place < counts[row]:
                     found[row].append(one)
         return [row[:count] for row, count in zip(ids, counts, strict=True)], found
-
-
-def _told(tokens: Tensor, scores: Tensor) -> list[Any]:
-    """Token ids, with NO_TOKEN where the score is NaN or infinite."""
-    ids: list[Any] = torch.where(scores.isfinite(), tokens, NO_TOKEN).tolist()
-    return ids
 
 
 def _until_broken(ids: list[int], count: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from replayssm.engine.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -19,18 +20,16 @@ MAX_EOS = 64  # more than any model has
 
 
 class LogitEdits:
-    """A table of ``[R, E]`` tokens (int64), values (fp32) and ends (int32); it is widened for the longest list."""
+    """Lists of edits by row.
+
+    Attributes:
+        tables: ``[R, E]`` each: tokens (int64), values (fp32) and ends (int32). They are widened for the longest list.
+    """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self.max_rows, self.device = max_rows, device
-        self._tokens = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)
-        self._values = torch.zeros(max_rows, 0, device=device)
-        self._ends = torch.zeros(max_rows, 0, dtype=torch.int32, device=device)
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, values and ends."""
-        return self._tokens, self._values, self._ends
+        self.device = device
+        kinds = (torch.int64, torch.float32, torch.int32)
+        self.tables = [torch.zeros(max_rows, 0, dtype=dtype, device=device) for dtype in kinds]
 
     @staticmethod
     def max_bytes(max_rows: int) -> int:
@@ -40,12 +39,12 @@ class LogitEdits:
 
     def join(self, row: int, edits: Sequence[tuple[int, float, int]]) -> None:
         """Replace a row's list of (token, value, first place that is not edited)."""
-        width = _power_of_two(len(edits))
-        if width > self._tokens.shape[1]:
-            self._widen(width)
+        missing = _power_of_two(len(edits)) - self.tables[0].shape[1]
+        if missing > 0:
+            self.tables = [F.pad(table, (0, missing)) for table in self.tables]
         # Adding 0 to token 0 changes nothing.
-        padded = [*edits, *[(0, 0.0, 0)] * (self._tokens.shape[1] - len(edits))]
-        for table, column in zip((self._tokens, self._values, self._ends), zip(*padded, strict=True), strict=True):
+        padded = [*edits, *[(0, 0.0, 0)] * (self.tables[0].shape[1] - len(edits))]
+        for table, column in zip(self.tables, zip(*padded, strict=True), strict=True):
             table[row].copy_(to_device(column, table.dtype, self.device))
 
     def apply(self, logits: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -53,17 +52,8 @@ class LogitEdits:
 
         The order in which a token's edits are added doesn't matter: at most one of them is neither 0 nor −inf.
         """
-        ends = self._ends.index_select(0, rows)
-        values = self._values.index_select(0, rows).masked_fill_(ends <= positions[:, None], 0)
-        logits.scatter_add_(1, self._tokens.index_select(0, rows), values)
-
-    def _widen(self, width: int) -> None:
-        held = self._tokens.shape[1]
-        for name in ("_tokens", "_values", "_ends"):
-            old = getattr(self, name)
-            new = old.new_zeros(self.max_rows, width)
-            new[:, :held] = old
-            setattr(self, name, new)
+        tokens, values, ends = (table.index_select(0, rows) for table in self.tables)
+        logits.scatter_add_(1, tokens, values.masked_fill_(ends <= positions[:, None], 0))
 
 
 def edits_of(params: SamplingParams, prompt_tokens: int, eos_token_ids: Sequence[int]) -> list[tuple[int, float, int]]:

@@ -13,11 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from replayssm.engine.contents import is_finite
 from replayssm.engine.draft_length import Pace
 from replayssm.engine.errors import EngineClosed, QueueFull
 from replayssm.engine.handover import Imported, export_prefix, export_request, import_session
 from replayssm.engine.intake import Intake, Prompt
-from replayssm.engine.launch import Drawn, Launcher
+from replayssm.engine.launch import Launched, Launcher
 from replayssm.engine.offline import serve
 from replayssm.engine.options import EngineOptions
 from replayssm.engine.outputs import FinishReason, RequestOutput, Update
@@ -25,7 +26,7 @@ from replayssm.engine.params import SamplingParams
 from replayssm.engine.reader import Reader
 from replayssm.engine.request import Request, Sequence
 from replayssm.engine.scheduler import STEPS_PER_PRIORITY, Plan
-from replayssm.engine.session import fingerprint, is_finite
+from replayssm.engine.session import fingerprint
 from replayssm.engine.setup import build
 from replayssm.engine.stats import EngineStats, Tally
 from replayssm.errors import InputError, one_line
@@ -44,7 +45,7 @@ class Engine:
 
     Args:
         model: a bundled model's name, a folder in transformers' format, or a loaded model, which then belongs to the
-            engine until :meth:`close`.
+            engine until :meth:`close`. An engine that is garbage gives it back, too, with replay enabled.
         options: how it is set up.
         load: how the model is loaded, if it isn't yet.
         runner: the class that runs the model; tests have one of their own.
@@ -86,7 +87,7 @@ class Engine:
         self.closed = False
         self._arrivals = 0
         self._pending: list[Update] = []  # that the next step gives, or this one at its end
-        self._launched: list[Drawn] = []  # by the last step, not read yet
+        self._launched: list[Launched] = []  # by the last step, not read yet
         self._tally = Tally()
         self.reader = Reader(self._tally, self.pace, self._leave, self._discard, self._close)
         self._log_start()
@@ -289,29 +290,29 @@ class Engine:
         running = len(self.scheduler.running)
         return running > 0 and self.pace.lengths.begin(running)
 
-    def _note_pace(self, plan: Plan, launched: list[Drawn], *, ahead: bool, drafting: bool) -> None:
+    def _note_pace(self, plan: Plan, launched: list[Launched], *, ahead: bool, drafting: bool) -> None:
         if self.pace is not None:
             rows = 0 if plan.rounds or plan.joined else len(plan.decode)
             num_drafts = max(launched[0].num_drafts or [0]) if rows else 0
             self.pace.end(rows, num_drafts, ahead=ahead, drafting=drafting)
 
-    def _launch(self, plan: Plan, *, ahead: bool, drafting: bool) -> list[Drawn]:
+    def _launch(self, plan: Plan, *, ahead: bool, drafting: bool) -> list[Launched]:
         """Everything that the device has to do for a plan."""
         now = time.monotonic()
         for sequence in plan.joined:
             self._joined(sequence.request, now)
             self.launcher.join(sequence)
-        drawn: list[Drawn] = []
+        launched: list[Launched] = []
         pieces = [piece for of_round in plan.rounds for piece in of_round]
         if pieces:
-            drawn += self.launcher.prefill(pieces, ahead=ahead)
+            launched += self.launcher.prefill(pieces, ahead=ahead)
         for piece in pieces:
             self.scheduler.prefilled(piece)
             self._tally.prefilled_tokens += piece.end - piece.start
         if plan.decode:
-            drawn.append(self.launcher.decode(plan.decode, plan.windows, ahead=ahead, drafting=drafting))
+            launched.append(self.launcher.decode(plan.decode, plan.windows, ahead=ahead, drafting=drafting))
         self._tally.batch = len(plan.decode)
-        return drawn
+        return launched
 
     def _joined(self, request: Request, now: float) -> None:
         if request.started is None:

@@ -7,24 +7,15 @@ which touch nothing, and replays the next larger graph: one launch instead of hu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from replayssm.engine.forward import Forward
 
-
-class Steps(Protocol):
-    """What is captured, on inputs as :class:`Runner` describes them; logits may be of any dtype."""
-
-    def run_decode(self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor) -> Forward: ...
-
-    def run_verify(
-        self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor, num_tokens: Tensor
-    ) -> Forward: ...
-
-    def run_commit(self, slots: Tensor, num_tokens: Tensor, num_accepted: Tensor) -> None: ...
+if TYPE_CHECKING:
+    from replayssm.engine.runner import Runner
 
 
 def row_counts(max_rows: int) -> list[int]:
@@ -33,10 +24,10 @@ def row_counts(max_rows: int) -> list[int]:
 
 
 class Graphs:
-    """The captured steps of a runner.
+    """The captured steps of a runner, with logits as the model has them.
 
     Args:
-        steps: the runner's.
+        runner: whose `run_decode`, `run_verify` and `run_commit` are captured.
         max_rows: rows of the largest batch.
         max_window: tokens of a window; 0 for a runner without windows.
         max_pages: pages of the longest row.
@@ -46,7 +37,7 @@ class Graphs:
 
     def __init__(
         self,
-        steps: Steps,
+        runner: Runner,
         *,
         max_rows: int,
         max_window: int,
@@ -57,7 +48,7 @@ class Graphs:
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.steps = steps
+        self.runner = runner
         self.length = max(1, max_window)
         self.counts = [max_rows] if only_largest else row_counts(max_rows)
         self.slots = new(max_rows) - 1
@@ -66,7 +57,7 @@ class Graphs:
         self.tokens = new(max_rows, self.length, dtype=torch.int64)
         self.num_tokens = new(max_rows)
         self.num_accepted = new(max_rows)
-        one = steps.run_decode(self.slots[:1], self.page_table[:1], self.lengths[:1], self.tokens[:1, 0])
+        one = runner.run_decode(self.slots[:1], self.page_table[:1], self.lengths[:1], self.tokens[:1, 0])
         self.logits = new(max_rows * self.length, one.logits.shape[1], dtype=one.logits.dtype)
         self.hidden = new(max_rows * self.length, one.hidden.shape[1], dtype=one.hidden.dtype)
         names = ("decode", "verify", "commit") if max_window else ("decode",)
@@ -106,12 +97,12 @@ class Graphs:
         """One step of the first rows, from the inputs to the outputs."""
         batch = (self.slots[:rows], self.page_table[:rows], self.lengths[:rows])
         if name == "commit":
-            self.steps.run_commit(self.slots[:rows], self.num_tokens[:rows], self.num_accepted[:rows])
+            self.runner.run_commit(self.slots[:rows], self.num_tokens[:rows], self.num_accepted[:rows])
             return
         if name == "decode":
-            given = self.steps.run_decode(*batch, self.tokens[:rows, 0])
+            given = self.runner.run_decode(*batch, self.tokens[:rows, 0])
         else:
-            given = self.steps.run_verify(*batch, self.tokens[:rows], self.num_tokens[:rows])
+            given = self.runner.run_verify(*batch, self.tokens[:rows], self.num_tokens[:rows])
         for fixed, found in ((self.logits, given.logits), (self.hidden, given.hidden)):
             flat = found.reshape(-1, found.shape[-1])
             fixed[: len(flat)].copy_(flat)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from replayssm.engine import session as files
+from replayssm.engine.contents import gather, scatter
 from replayssm.engine.request import Saved
 from replayssm.errors import InputError, one_line
 
@@ -34,7 +35,7 @@ def export_prefix(engine: Engine, tokens: Sequence_[int], path: str | Path) -> i
     if hit.node is None or hit.node.snapshot is None:
         raise InputError("the prefix cache has no prefix of these tokens")
     header = files.Header(model=engine.fingerprint, page_size=engine.runner.page_size, done=hit.length)
-    tensors = files.gather(engine.runner, hit.node.snapshot, hit.pages)
+    tensors = gather(engine.runner, hit.node.snapshot, hit.pages)
     files.save(path, files.Session(header, list(tokens[: hit.length]), tensors))
     return hit.length
 
@@ -47,10 +48,10 @@ def export_request(engine: Engine, request_id: str, path: str | Path) -> int:
     if request.params.n != 1:
         raise InputError(f"request {request_id!r} has {request.params.n} samples: a session holds one")
     (sequence,) = request.sequences
-    asked = files.asked(request.params, num_prompt=len(request.prompt), seed=request.seed, priority=request.priority)
+    asked = files.request_header(request)
     size, done = engine.runner.page_size, sequence.done
     header = files.Header(model=engine.fingerprint, page_size=size, done=done, request=asked)
-    tensors = files.gather(engine.runner, sequence.slot, sequence.pages[: -(-done // size)]) if done else {}
+    tensors = gather(engine.runner, sequence.slot, sequence.pages[: -(-done // size)]) if done else {}
     files.save(path, files.Session(header, list(sequence.tokens), tensors))
     return len(sequence.tokens)
 
@@ -83,7 +84,7 @@ def _take_prefix(engine: Engine, session: files.Session) -> None:
     (slot,) = pool.alloc()
     pages = engine.pages.take(count)  # are there, and taking them asks no device
     try:
-        files.scatter(engine.runner, slot, pages, session.tensors)
+        scatter(engine.runner, slot, pages, session.tensors)
         if not cache.free_slot():
             raise InputError("the session wants two slots, and there is room for one now")
         cache.insert(tokens, done, pages, pool.snapshot(slot))
@@ -92,7 +93,7 @@ def _take_prefix(engine: Engine, session: files.Session) -> None:
         engine.pages.release(pages)
 
 
-def _take_request(engine: Engine, session: files.Session, asked: files.Asked, request_id: str | None) -> str:
+def _take_request(engine: Engine, session: files.Session, asked: files.RequestHeader, request_id: str | None) -> str:
     """Queue a request that goes on behind the tokens that it has."""
     prompt, new = session.tokens[: asked.num_prompt], session.tokens[asked.num_prompt :]
     request = engine.prepare(prompt, asked.sampling_params(), request_id, asked.priority)

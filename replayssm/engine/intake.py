@@ -48,7 +48,11 @@ class Intake:
             raise InputError(f"request_id is a {type(request_id).__name__}: a string is wanted")
         params.check_vocabulary(self.vocab_size)
         tokens = self.tokens(prompt)
-        self.check_length(len(tokens), params.max_tokens)
+        if len(tokens) + params.max_tokens > self.max_context:
+            raise InputError(
+                f"the prompt has {len(tokens)} tokens and max_tokens is {params.max_tokens}: "
+                f"together at most {self.max_context} fit"
+            )
         constraint = self.constraints.start(params)
         request = Request(request_id or uuid4().hex, tokens, params, draw_seed(params), priority)
         for number in range(params.n):
@@ -75,13 +79,6 @@ class Intake:
         if not tokens:
             raise InputError("the prompt has no tokens: at least one is wanted")
         return tokens
-
-    def check_length(self, prompt: int, new: int) -> None:
-        """Refuse what would never fit."""
-        if prompt + new > self.max_context:
-            raise InputError(
-                f"the prompt has {prompt} tokens and max_tokens is {new}: together at most {self.max_context} fit"
-            )
 
     def _token(self, token: object) -> int:
         if isinstance(token, bool) or not isinstance(token, SupportsIndex):

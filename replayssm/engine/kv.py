@@ -6,7 +6,6 @@ first part of its keys.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from replayssm.models.support import find_adapters
-from replayssm.models.switch import CACHE_ARGUMENTS
+from replayssm.models.switch import cache_argument
 
 UNSERVED = ("sliding", "chunked")  # kinds of attention that don't see all tokens
 
@@ -128,11 +127,9 @@ def attention_layers(model: Any) -> dict[int, KeyValueSpec]:
     if kinds:
         raise ValueError(f"the model has {kinds[0]} layers: attention that sees all tokens is wanted")
     recorder = _Recorder(config)
-    arguments = inspect.signature(model.forward).parameters
-    cache_argument = next(name for name in CACHE_ARGUMENTS if name in arguments)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with _passing_through([adapter.mixer for adapter in find_adapters(model)]):
-        model(input_ids=token, use_cache=True, **{cache_argument: recorder})
+        model(input_ids=token, use_cache=True, **{cache_argument(model.forward): recorder})
     latent = {module.layer_idx for module in latent_modules(model)}
     return {layer: _spec(*seen, latent=layer in latent) for layer, seen in sorted(recorder.seen.items())}
 

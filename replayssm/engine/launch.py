@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from replayssm.engine.constraints import Constraints
+from replayssm.engine.contents import scatter
 from replayssm.engine.draft_length import DraftLength
 from replayssm.engine.drafts import Drafts, Proposal
-from replayssm.engine.drawn import NO_TOKEN, Sampled, SampledCopy, VerifiedCopy
+from replayssm.engine.drawn import Sampled, SampledCopy, VerifiedCopy
 from replayssm.engine.forward import Chunk
 from replayssm.engine.outputs import TokenLogprobs
 from replayssm.engine.request import Sequence
 from replayssm.engine.rows import Rows
 from replayssm.engine.sampler import Sampler
 from replayssm.engine.scheduler import Piece
-from replayssm.engine.session import scatter
 from replayssm.engine.tables import Batch, RowTables
 from replayssm.engine.transfer import to_device
+from replayssm.speculate.sampling import NO_TOKEN
 
 
 class Read(NamedTuple):
@@ -44,7 +45,7 @@ class Read(NamedTuple):
 
 
 @dataclass
-class Drawn:
+class Launched:
     """Tokens that were drawn, on their way to the host.
 
     Attributes:
@@ -159,7 +160,7 @@ class Launcher:
         if self.drafts is not None and pages:
             self.drafts.wipe(pages)
 
-    def prefill(self, pieces: Sequence_[Piece], *, ahead: bool = False) -> list[Drawn]:
+    def prefill(self, pieces: Sequence_[Piece], *, ahead: bool = False) -> list[Launched]:
         """Compute pieces of prompts, and draw a token for each sequence whose last token is among them.
 
         Args:
@@ -186,7 +187,7 @@ class Launcher:
 
     def decode(
         self, sequences: list[Sequence], windows: list[int], *, ahead: bool = False, drafting: bool = True
-    ) -> Drawn:
+    ) -> Launched:
         """One more token for each sequence, or as many as its drafts turn out to be right.
 
         Args:
@@ -221,7 +222,7 @@ class Launcher:
             return proposal
         return proposal.cut(self.lengths.choose(proposal.num_drafts))
 
-    def _verify(self, sequences: list[Sequence], batch: Batch, tokens: Tensor, proposal: Proposal) -> Drawn:
+    def _verify(self, sequences: list[Sequence], batch: Batch, tokens: Tensor, proposal: Proposal) -> Launched:
         counts = [1 + count for count in proposal.num_drafts]
         num_tokens = to_device(counts, torch.int32, self.tables.device)
         logits, hidden = self.runner.verify(batch.slots, batch.pages, batch.lengths, tokens, num_tokens)
@@ -233,19 +234,19 @@ class Launcher:
         self.runner.commit(batch.slots, num_tokens, verified.num_accepted)
         self._note(sequences, batch, verified.last)
         learn = self._learn(sequences, hidden, verified.tokens)
-        return Drawn(sequences, copy, proposal.num_drafts, learn)
+        return Launched(sequences, copy, proposal.num_drafts, learn)
 
     def _drawn(
         self, sequences: list[Sequence], batch: Batch, sampled: Sampled, hidden: Tensor, *, ahead: bool
-    ) -> Drawn:
+    ) -> Launched:
         """One token for each sequence; `hidden` is ``[B, D]``."""
         self._note(sequences, batch, sampled.tokens)
         if ahead and self.drafts is not None and self.drafts.needs_hidden:
             # When these tokens are read, the next step has put its hidden states in the place of theirs.
             self.drafts.missed([sequence.row for sequence in sequences])
-            return Drawn(sequences, sampled.start_copy())
+            return Launched(sequences, sampled.start_copy())
         learn = self._learn(sequences, hidden[:, None], sampled.tokens[:, None])
-        return Drawn(sequences, sampled.start_copy(), learn=learn)
+        return Launched(sequences, sampled.start_copy(), learn=learn)
 
     def _learn(self, sequences: list[Sequence], hidden: Tensor, tokens: Tensor) -> Learn | None:
         if self.drafts is None:

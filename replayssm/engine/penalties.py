@@ -29,10 +29,13 @@ class SeenTokens:
     """Which tokens each penalised row has in its prompt, and how often in its output.
 
     A penalised row gets a place of V numbers. Memory for places is taken when they are needed, twice as many each time.
+
+    Attributes:
+        counts: int32 ``[., V]``, by place.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._seen = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._free: list[int] = []
         self._places: dict[int, int] = {}
 
@@ -41,22 +44,12 @@ class SeenTokens:
         """The most it holds, while it grows."""
         return 2 * 4 * vocab_size * max_rows  # int32, and what it grows from
 
-    @property
-    def counts(self) -> Tensor:
-        """int32 ``[., V]``, by place."""
-        return self._seen
-
-    @property
-    def num_places(self) -> int:
-        """How many there is memory for."""
-        return len(self._seen)
-
     def join(self, row: int, prompt: Sequence[int], output: Sequence[int], max_rows: int) -> None:
         """Begin to count for a row, with what is there already."""
         if not self._free:
-            self._grow(min(max_rows, max(1, 2 * self.num_places)))
+            self._grow(min(max_rows, max(1, 2 * len(self.counts))))
         place = self._places[row] = self._free.pop()
-        seen, device = self._seen[place].zero_(), self._seen.device
+        seen, device = self.counts[place].zero_(), self.counts.device
         if prompt:
             seen.index_fill_(0, to_device(prompt, torch.int64, device), IN_PROMPT)
         if output:
@@ -74,12 +67,12 @@ class SeenTokens:
 
     def add(self, places: Tensor, tokens: Tensor, amounts: Tensor) -> None:
         """Count one token for each of some rows `amounts` times more: ``[n]`` int64, int64 and int32."""
-        flat = places * self._seen.shape[1] + tokens
-        self._seen.view(-1).scatter_add_(0, flat, amounts * IN_OUTPUT)
+        flat = places * self.counts.shape[1] + tokens
+        self.counts.view(-1).scatter_add_(0, flat, amounts * IN_OUTPUT)
 
     def apply(self, logits: Tensor, places: Tensor, penalties: Penalties) -> None:
         """Penalise logits ``[n, V]`` in place."""
-        seen = self._seen.index_select(0, places)
+        seen = self.counts.index_select(0, places)
         repetition = penalties.repetition[:, None]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits.copy_(torch.where(seen > 0, repeated, logits))
@@ -87,8 +80,8 @@ class SeenTokens:
         logits.sub_((seen >= IN_OUTPUT) * penalties.presence[:, None])
 
     def _grow(self, num_places: int) -> None:
-        held = self.num_places
-        larger = self._seen.new_zeros(num_places, self._seen.shape[1])
-        larger[:held] = self._seen
-        self._seen = larger
+        held = len(self.counts)
+        larger = self.counts.new_zeros(num_places, self.counts.shape[1])
+        larger[:held] = self.counts
+        self.counts = larger
         self._free += range(held, num_places)

@@ -9,16 +9,12 @@ from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 from replayssm.engine.draft_length import Pace
-from replayssm.engine.launch import Drawn, Read
+from replayssm.engine.launch import Launched, Read
 from replayssm.engine.outputs import TokenLogprobs, Update
 from replayssm.engine.request import Phase, Request, Sequence
 from replayssm.engine.stats import Tally
-from replayssm.engine.text import Piece
-
-BROKEN = (
-    "the model gave no token: its logits are NaN or infinite, as those of a broken checkpoint are, or of numbers too "
-    "large for the model's dtype"
-)
+from replayssm.engine.text import TextPiece
+from replayssm.errors import BROKEN_LOGITS
 
 
 class _Taken(NamedTuple):
@@ -36,7 +32,7 @@ class _Taken(NamedTuple):
     sequence: Sequence
     tokens: list[int]
     logprobs: Sequence_[TokenLogprobs]
-    piece: Piece | None
+    piece: TextPiece | None
     problem: str | None
     first: bool
 
@@ -71,7 +67,7 @@ class Reader:
         """Whether something was taken and isn't told."""
         return bool(self._untold)
 
-    def take(self, launched: Sequence_[Drawn]) -> None:
+    def take(self, launched: Sequence_[Launched]) -> None:
         """Wait for the tokens of a step, and append them to their sequences."""
         for drawn in launched:
             start = time.monotonic()
@@ -163,5 +159,5 @@ def _problem(read: Read) -> str | None:
     """Why a sequence can't go on behind the tokens that were read."""
     constraint = read.sequence.constraint
     if constraint is None:
-        return BROKEN if read.broken else None
-    return (constraint.why_nothing_came() or BROKEN) if read.broken else constraint.error
+        return BROKEN_LOGITS if read.broken else None
+    return (constraint.why_nothing_came() or BROKEN_LOGITS) if read.broken else constraint.error

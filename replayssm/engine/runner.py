@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -31,7 +32,7 @@ from replayssm.loading import LoadedModel
 from replayssm.models.binding import binding_of
 from replayssm.models.fused import FusedModules, fusions_for
 from replayssm.models.support import find_adapters
-from replayssm.models.switch import CACHE_ARGUMENTS, mark_served
+from replayssm.models.switch import cache_argument, check_not_served, mark_served
 from replayssm.ops import unavailable_reason
 from replayssm.state import ReplayPool
 
@@ -61,7 +62,7 @@ class Runner:
         graphs: None without.
 
     Raises:
-        ValueError: the model isn't supported, is served by another runner, or a number is out of range.
+        ValueError: the model isn't supported, is served by an engine, or a number is out of range.
     """
 
     bytes_per = staticmethod(footprint.bytes_per)
@@ -87,7 +88,11 @@ class Runner:
         fused: Collection[str] | None = None,
     ) -> None:
         self.model: Any = loaded.model
-        self._attached = _attachment_points(self.model)
+        adapters = find_adapters(self.model)
+        check_not_served(adapters)
+        # What asks transformers' AttentionInterface for a function, which may take it from the model's configuration.
+        self._asking = [m for m in self.model.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
+        self._configs = list({id(module.config): module.config for module in (self.model, *self._asking)}.values())
         self.graphs: Graphs | None = None
         self._weights: list[Tensor] = []
         self.page_size = page_size
@@ -95,10 +100,8 @@ class Runner:
         self.batch_invariant = batch_invariant
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
         self.device: torch.device = self.model.device
-        arguments = inspect.signature(self.model.forward).parameters
-        self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in arguments)
-        self._takes_positions = "position_ids" in arguments
-        adapters = find_adapters(self.model)
+        self._cache_argument = cache_argument(self.model.forward)
+        self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         self.fused = FusedModules(self.model, fusions_for(self.device) if fused is None else fused)
         self.pool = ReplayPool(
             [adapter.spec for adapter in adapters],
@@ -132,13 +135,10 @@ class Runner:
         """Make the model what it was, and free the graphs."""
         self.graphs = None
         self._weights = []
-        for module in self._attached:
-            vars(module).pop(ATTRIBUTE, None)
-        if self._attached:
-            mark_served(self.cache.adapters, False)
+        if self._free.alive:
+            self._free()
             if self._enabled:
                 models.disable(self.model)
-        self._attached = []
 
     @torch.no_grad()
     def prefill(self, chunks: Sequence[Chunk]) -> Forward:
@@ -215,7 +215,7 @@ class Runner:
     def run_decode(self, slots: Tensor, page_table: Tensor, lengths: Tensor, tokens: Tensor) -> Forward:
         """As :meth:`decode`, with the model's logits; nothing here waits for the device or depends on the rows."""
         window, queries = self._window(slots, page_table, lengths, tokens[:, None], None)
-        logits, hidden = self._forward(Decode(slots, queries, window.places), window.tokens, window.positions)
+        logits, hidden = self._forward(Decode(queries, window.places, slots), window.tokens, window.positions)
         self.pool.advance(slots)
         return Forward(logits[:, 0], hidden[:, 0])
 
@@ -224,7 +224,7 @@ class Runner:
     ) -> Forward:
         """As :meth:`verify`, with the model's logits; nothing here waits for the device or depends on the rows."""
         window, queries = self._window(slots, page_table, lengths, tokens, num_tokens)
-        step = Verify(slots, window.num_tokens, queries, window.places)
+        step = Verify(queries, window.places, slots, window.num_tokens)
         return Forward(*self._forward(step, window.tokens, window.positions))
 
     def run_commit(self, slots: Tensor, num_tokens: Tensor, num_accepted: Tensor) -> None:
@@ -249,7 +249,7 @@ class Runner:
         *_, last = of_rows = to_device(columns, torch.int64, self.device)
         lengths, first, num_tokens = of_rows[:3].int()
         queries = Queries(send(table, self.device), lengths, first, num_tokens, max(counts), ends[-1])
-        return Prefill(waves, queries, places), ids[None], positions[None], last
+        return Prefill(queries, places, waves), ids[None], positions[None], last
 
     def _padded(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Rows, the slots first, filled up to max_rows if all batches are to have the same size."""
@@ -294,13 +294,17 @@ class Runner:
 
     @contextmanager
     def _paged(self) -> Iterator[None]:
-        """The model's attention layers use our function."""
+        """The model's attention layers use our function, which finds the cache in them."""
         before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             config._attn_implementation = ATTENTION
+        for module in self._asking:
+            vars(module)[ATTRIBUTE] = self.cache
         try:
             yield
         finally:
+            for module in self._asking:
+                del vars(module)[ATTRIBUTE]
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation = implementation
 
@@ -330,25 +334,12 @@ class Runner:
             return None
 
     def _attach(self, ring_len: int) -> None:
-        """Lead the model's layers to our cache."""
-        self._configs = list({id(module.config): module.config for module in self._attached}.values())
+        """Lead the model's recurrent layers to our cache."""
+        adapters = self.cache.adapters
         # Of a model that is enabled, a part may have been disabled alone.
-        needed = (self.model, *(adapter.mixer for adapter in self.cache.adapters))
-        self._enabled = any(binding_of(module) is None for module in needed)
+        self._enabled = any(binding_of(module) is None for module in (self.model, *(a.mixer for a in adapters)))
         if self._enabled:
             models.enable(self.model, ring_len)
-        mark_served(self.cache.adapters, True)
-        for module in self._attached:
-            setattr(module, ATTRIBUTE, self.cache)
-
-
-def _attachment_points(model: Any) -> list[Any]:
-    """The model, and its modules that ask transformers' AttentionInterface for a function.
-
-    Raises:
-        ValueError: another runner has them.
-    """
-    modules = [model, *(m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "config"))]
-    if any(ATTRIBUTE in vars(module) for module in modules):
-        raise ValueError("the model is served by another engine: close that one first, or load the model again")
-    return modules
+        mark_served(adapters, True)
+        # A runner that is garbage frees the model, but leaves replay on: a `generate` may be under way.
+        self._free = weakref.finalize(self, mark_served, adapters, False)

@@ -222,15 +222,10 @@ class Sampler:
         """Tokens and scores ``[B, T]``, by one kernel, of logits ``[B, T, V]``."""
         from replayssm.backends.triton.draw import Tables, draw
 
-        none = self._integers[None]  # of masks
+        tokens, values, ends = self._edits.tables
+        masks = self._integers[None] if masks is None else masks  # nobody looks at them then
         tables = Tables(
-            table,
-            self._numbers,
-            self._integers,
-            self._hashes,
-            self._seen.counts,
-            *self._edits.tables,
-            none if masks is None else masks,
+            table, self._numbers, self._integers, self._hashes, self._seen.counts, tokens, values, ends, masks
         )
         return draw(logits, tables, positions, count=count)
 

@@ -241,10 +241,11 @@ class Scheduler:
         spare = 0 if self.limits.invariant else len(self.running)  # each may want another page soon
         if not self._rows or self.pages.num_available - idle < wanted + spare or not self._slot_is_free():
             return False
-        if hit.node is not None and hit.node.snapshot is None:
+        snapshot = hit.node.snapshot if hit.node else None
+        if hit.node and snapshot is None:
             return self._place(sequence)  # its own hit was what had to go: now the slot is free
         try:
-            self._equip(sequence, hit, wanted)
+            self._equip(sequence, hit.pages, snapshot, wanted)
         except BaseException:  # it runs not yet, so nobody else would give these back
             self._give_back(sequence)
             raise
@@ -257,14 +258,11 @@ class Scheduler:
             sequence.request.cached_tokens = min(sequence.done, len(sequence.request.prompt))
         return True
 
-    def _equip(self, sequence: Sequence, hit: Hit, wanted: int) -> None:
-        """Give a sequence a slot, its hit's pages and others, and a row, all of which are there."""
-        if hit.node is None or hit.node.snapshot is None:
-            (sequence.slot,) = self.slots.alloc()
-        else:
-            sequence.slot = self.slots.fork(hit.node.snapshot)
-        self.pages.share(hit.pages)  # before others are evicted
-        sequence.pages = list(hit.pages)
+    def _equip(self, sequence: Sequence, shared: list[int], snapshot: int | None, wanted: int) -> None:
+        """Give a sequence a slot, the pages it shares and others, and a row, all of which are there."""
+        sequence.slot = self.slots.alloc()[0] if snapshot is None else self.slots.fork(snapshot)
+        self.pages.share(shared)  # before others are evicted
+        sequence.pages = list(shared)
         self._free_pages(wanted)
         sequence.pages += self.pages.take(wanted)
         sequence.row = heapq.heappop(self._rows)

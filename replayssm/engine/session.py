@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Sequence as Sequence_
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from replayssm.engine.params import SamplingParams
+from replayssm.engine.request import Request
 from replayssm.errors import InputError, one_line
 from replayssm.folders import is_special
 from replayssm.loading import LoadedModel
@@ -31,7 +31,7 @@ VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "us
 SAMPLED_VALUES = 8  # of each weight, for a model's fingerprint
 
 
-class Asked(BaseModel):
+class RequestHeader(BaseModel):
     """What a request asked for; its output is what follows `num_prompt` tokens."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -65,7 +65,7 @@ class Header(BaseModel):
     model: str
     page_size: int
     done: int = Field(ge=0)
-    request: Asked | None = None
+    request: RequestHeader | None = None
     checksum: int = 0
 
 
@@ -74,7 +74,7 @@ class Session(NamedTuple):
 
     Attributes:
         tokens: all of them.
-        tensors: by name, see :func:`gather`.
+        tensors: by name, see :func:`replayssm.engine.contents.gather`.
     """
 
     header: Header
@@ -82,49 +82,10 @@ class Session(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def asked(params: SamplingParams, *, num_prompt: int, seed: int, priority: int) -> Asked:
+def request_header(request: Request) -> RequestHeader:
     """A request's part of a header."""
-    return Asked(num_prompt=num_prompt, seed=seed, priority=priority, params=json.loads(json.dumps(asdict(params))))
-
-
-def gather(runner: Any, slot: int, pages: Sequence_[int]) -> dict[str, Tensor]:
-    """The states of a slot and the content of pages, on the host.
-
-    Names are ``states.<layer>`` ``[H_v, d_v, d_k]`` float32, ``convs.<layer>`` ``[C, W − 1]``, and ``pages.<name>``
-    ``[number of pages, ...]``.
-    """
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in _held(runner, slot, pages).items()}
-
-
-def is_finite(runner: Any, slot: int, pages: Sequence_[int]) -> bool:
-    """Whether all numbers of a slot and of pages are finite. Waits for the device."""
-    finite = [tensor.isfinite().all() for tensor in _held(runner, slot, pages).values()]
-    return bool(torch.stack(finite).all())
-
-
-def _held(runner: Any, slot: int, pages: Sequence_[int]) -> dict[str, Tensor]:
-    """What :func:`gather` gives, on the device."""
-    pool = runner.pool
-    tensors: dict[str, Tensor] = {}
-    for layer in range(len(pool.layers)):
-        tensors[f"states.{layer}"] = pool.read_state(layer, [slot])[0]
-        tensors[f"convs.{layer}"] = pool.conv_state(layer)[slot]
-    for name, tensor in runner.page_tensors().items():
-        index = torch.tensor(list(pages), dtype=torch.long, device=tensor.device)
-        tensors[f"pages.{name}"] = tensor.index_select(0, index)
-    return tensors
-
-
-def scatter(runner: Any, slot: int, pages: Sequence_[int], tensors: dict[str, Tensor]) -> None:
-    """Write what :func:`gather` gave into a live slot and some pages."""
-    pool = runner.pool
-    for layer in range(len(pool.layers)):
-        pool.write_state(layer, [slot], tensors[f"states.{layer}"][None].to(pool.device))
-        pool.conv_state(layer)[slot] = tensors[f"convs.{layer}"].to(pool.device)
-    pool.reset_cursors([slot])
-    for name, tensor in runner.page_tensors().items():
-        index = torch.tensor(list(pages), dtype=torch.long, device=tensor.device)
-        tensor.index_copy_(0, index, tensors[f"pages.{name}"].to(tensor.device))
+    params = json.loads(json.dumps(asdict(request.params)))
+    return RequestHeader(num_prompt=len(request.prompt), seed=request.seed, priority=request.priority, params=params)
 
 
 def save(path: str | Path, session: Session) -> None:

@@ -5,8 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True)
-class EngineStats:
+@dataclass
+class Tally:
+    """The counts among :class:`EngineStats` that the engine itself makes."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_hits: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    batch: int = 0
+    cancelled: int = 0
+    finished: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    windows: int = 0
+    waited_seconds: float = 0.0
+
+
+@dataclass
+class EngineStats(Tally):
     """Counts since the engine was made, and what it holds now.
 
     Attributes:
@@ -32,43 +51,11 @@ class EngineStats:
 
     queued: int = 0
     running: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cache_hits: int = 0
-    prefilled_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    batch: int = 0
     preemptions: int = 0
-    cancelled: int = 0
-    finished: int = 0
     pages_total: int = 0
     pages_free: int = 0
     slots_total: int = 0
     slots_free: int = 0
     snapshots: int = 0
     evictions: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    windows: int = 0
-    waited_seconds: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class Tally:
-    """The counts among :class:`EngineStats` that the engine itself makes."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cache_hits: int = 0
-    prefilled_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    batch: int = 0
-    cancelled: int = 0
-    finished: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    windows: int = 0
-    waited_seconds: float = 0.0

@@ -19,7 +19,7 @@ CONTEXT = 8  # of them are kept: more than a character or the space before a wor
 LONGEST_WINDOW = 64  # where no good place to cut is found
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """What some tokens brought.
 
     Attributes:
@@ -72,7 +72,7 @@ class TextStream:
                 return count, True
         return len(tokens), False
 
-    def append(self, tokens: Sequence[int]) -> Piece:
+    def append(self, tokens: Sequence[int]) -> TextPiece:
         """The sample's next tokens; what comes behind its end is left out."""
         texts: list[str] = []
         count, ends = self.kept(tokens, self.num_tokens)
@@ -83,11 +83,11 @@ class TextStream:
             if not self.has_stops:
                 texts.append(text)
             elif (stop := self._feed(text, texts)) is not None:
-                return Piece("".join(texts), number, "stop", stop)
+                return TextPiece("".join(texts), number, "stop", stop)
         if ends:
             last = tokens[count - 1]
             return self._end(texts, count, last if last in self._ends else None)
-        return Piece("".join(texts), count)
+        return TextPiece("".join(texts), count)
 
     def finish(self) -> str:
         """What was held back, for a sample that ends by something else than its tokens."""
@@ -95,15 +95,15 @@ class TextStream:
         self._feed(self._detokenizer.finish(), texts)
         return "".join([*texts, self._stops.finish()])
 
-    def _end(self, texts: list[str], count: int, token: int | None) -> Piece:
+    def _end(self, texts: list[str], count: int, token: int | None) -> TextPiece:
         """The last piece, at an end of sequence or a stop token, or where no more tokens are allowed."""
         stop = self._feed(self._detokenizer.finish(), texts)
         if token is None and stop is not None:
-            return Piece("".join(texts), count, "stop", stop)
+            return TextPiece("".join(texts), count, "stop", stop)
         texts.append(self._stops.finish())
         if token is None:
-            return Piece("".join(texts), count, "length")
-        return Piece("".join(texts), count, "stop", None if token in self._eos else token)
+            return TextPiece("".join(texts), count, "length")
+        return TextPiece("".join(texts), count, "stop", None if token in self._eos else token)
 
     def _feed(self, text: str, texts: list[str]) -> str | None:
         """Add what becomes final to `texts`; returns the stop string that ends it."""

@@ -25,11 +25,6 @@ class HostCopy:
             # On a CPU nothing is in flight; the tensor itself may be overwritten by the next step.
             self._copies = [tensor.clone() for tensor in tensors]
 
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._event is None or self._event.query()
-
     def wait(self) -> list[Tensor]:
         """The tensors on the host, once what was queued before them has run."""
         if self._event is not None:

@@ -9,7 +9,9 @@ kernels while it is given a ReplayCache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import inspect
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -63,7 +65,7 @@ def enable(
     """
     settings = Settings(ring_len, state_dtype, ring_dtype, backend)
     adapters = find_adapters(model)
-    _check_not_served(adapters)
+    check_not_served(adapters)
     weight = adapters[0].mixer.conv1d.weight
     StateDtypes.choose(state_dtype, weight.dtype, ring_dtype)
     ops.resolve_backend(backend, weight.device)
@@ -97,7 +99,7 @@ def disable(model: Model) -> Model:
     """
     binding = binding_of(model)
     if binding is not None:
-        _check_not_served(binding.adapters)
+        check_not_served(binding.adapters)
         for adapter in binding.adapters:
             _release(adapter.mixer)
         if _PREPARE in vars(model):
@@ -117,16 +119,33 @@ def last_cache(model: nn.Module) -> ReplayCache | None:
     return None if binding is None else binding.last_cache
 
 
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """What a model's or a layer's `forward` calls its cache."""
+    arguments = inspect.signature(forward).parameters
+    return next(name for name in CACHE_ARGUMENTS if name in arguments)
+
+
 def mark_served(adapters: Iterable[Adapter], served: bool) -> None:
     """An engine begins or ends to serve a model; in between its layers stay as they are."""
     for adapter in adapters:
         binding_of(adapter.mixer).served = served
 
 
-def _check_not_served(adapters: Iterable[Adapter]) -> None:
-    bindings = [binding_of(adapter.mixer) for adapter in adapters]
-    if any(binding is not None and binding.served for binding in bindings):
+def check_not_served(adapters: Iterable[Adapter]) -> None:
+    """Refuse a model that an engine serves.
+
+    Raises:
+        ValueError: one does.
+    """
+    if _is_served(adapters):
+        gc.collect()  # an engine that nobody has any more may wait for that
+    if _is_served(adapters):
         raise ValueError("the model is served by an engine: close that one first, or load the model again")
+
+
+def _is_served(adapters: Iterable[Adapter]) -> bool:
+    bindings = [binding_of(adapter.mixer) for adapter in adapters]
+    return any(binding is not None and binding.served for binding in bindings)
 
 
 def _mixer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

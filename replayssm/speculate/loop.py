@@ -14,11 +14,12 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from replayssm.errors import BROKEN_LOGITS, InputError
 from replayssm.ops.checks import check_count
 from replayssm.speculate.acceptance import Acceptance, accept_greedy, accept_point_mass, accept_rejection
 from replayssm.speculate.adaptive import AdaptiveLength, MeasuredCosts
 from replayssm.speculate.drafter import Accepted, Draft, Drafter, Start
-from replayssm.speculate.sampling import Sampling, draw
+from replayssm.speculate.sampling import NO_TOKEN, Sampling, draw, told
 from replayssm.speculate.statistics import Generation, Statistics
 from replayssm.speculate.verifier import Verifier
 
@@ -59,6 +60,7 @@ def speculate(
 
     Raises:
         ValueError: one line, before anything runs, that says what doesn't fit.
+        InputError: a row came to logits that are NaN or infinite.
     """
     check_request(verifier, drafter, prompts, max_new_tokens, num_drafts, width, adaptive)
     run = _Run(verifier, drafter, max_new_tokens, sampling, generator, frozenset(eos_token_ids), stop, on_tokens)
@@ -137,7 +139,7 @@ class _Run:
             self.last = prefilled.logits.argmax(-1)
         else:
             self.last = draw(self.sampling.probabilities(prefilled.logits), self.generator)
-        first = self.last.tolist()
+        first = told(self.last, prefilled.logits.amax(-1)).tolist()
         self.tokens, self.done = [[] for _ in prompts], [False] * len(prompts)
         for row, token in enumerate(first):
             self._add(row, [token])
@@ -168,7 +170,8 @@ class _Run:
         self.last = torch.where(accepted.num_accepted > 0, accepted.next_token, self.last)
         # The one place where the host waits for the device.
         depths = _depths(parents, num_tokens)
-        host = torch.cat([accepted.num_accepted[:, None], depths[:, None], num_tokens[:, None], tokens], 1).tolist()
+        new_tokens = told(tokens, verified.logits.amax(-1).gather(1, accepted.path.long()))
+        host = torch.cat([accepted.num_accepted[:, None], depths[:, None], num_tokens[:, None], new_tokens], 1).tolist()
         counts, reached, used = ([row[i] for row in host] for i in range(3))
         self.statistics.count_step(counts, reached, used)
         if adaptive is not None:
@@ -223,6 +226,8 @@ class _Run:
         """Append tokens to a row as far as it takes them; returns those."""
         tokens, kept = self.tokens[row], 0
         for token in new:
+            if token == NO_TOKEN:
+                break
             tokens.append(token)
             kept += 1
             stopped = self.stop is not None and self.stop(row, tokens)
@@ -232,6 +237,8 @@ class _Run:
         self.statistics.new_tokens += kept
         if self.on_tokens is not None:
             self.on_tokens(row, new[:kept])
+        if not self.done[row] and kept < len(new):
+            raise InputError(BROKEN_LOGITS)
         return new[:kept]
 
 

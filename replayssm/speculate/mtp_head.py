@@ -19,7 +19,6 @@ Deeper drafts feed h' back in the place of h, with the drafted token's embedding
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import re
 from abc import abstractmethod
@@ -31,7 +30,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from replayssm.models.switch import CACHE_ARGUMENTS
+from replayssm.models.switch import cache_argument
 from replayssm.speculate.keys_values import KeysValues
 
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.")
@@ -65,7 +64,7 @@ class MtpHead(nn.Module):
         options = self.positions(x, cache.positions(num_tokens))
         options["attention_mask"] = cache.mask(num_tokens, x.dtype)
         for layer in self.layers:
-            x = layer(x, **options, **{_cache_argument(layer): cache})
+            x = layer(x, **options, **{cache_argument(type(layer).forward): cache})
         return self.finish(x)
 
 
@@ -269,9 +268,3 @@ def _layer_numbers(names: frozenset[str]) -> list[int]:
 def _full_attention_layer(trunk: Any) -> Any:
     """The trunk's last layer of full attention: the MTP layer is built like it."""
     return next(layer for layer in reversed(trunk.layers) if hasattr(layer, "self_attn"))
-
-
-def _cache_argument(layer: nn.Module) -> str:
-    """What this release of transformers calls the cache of a decoder layer."""
-    parameters = inspect.signature(type(layer).forward).parameters
-    return next(name for name in CACHE_ARGUMENTS if name in parameters)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from replayssm.models import ReplayCache
-from replayssm.models.switch import CACHE_ARGUMENTS
+from replayssm.models.switch import cache_argument
 from replayssm.ops import MAX_WINDOW
 from replayssm.speculate.verifier import Prefilled, Verified
 
@@ -39,7 +39,7 @@ class ReplayVerifier:
         self.gives_hidden = True
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         arguments = inspect.signature(model.forward).parameters
-        self.cache_argument = next(name for name in CACHE_ARGUMENTS if name in arguments)
+        self.cache_argument = cache_argument(model.forward)
         self.takes_positions = "position_ids" in arguments
         self.takes_logits_to_keep = "logits_to_keep" in arguments
         self.cache = ReplayCache(model, max_window=max_window)

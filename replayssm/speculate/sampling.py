@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NO_TOKEN = -1  # what the host reads where logits were broken
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -70,3 +72,8 @@ def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     noise = torch.empty_like(weights).exponential_(generator=generator)
     # fp32 noise may come out as 0: the smallest positive number in its place keeps 0 / noise at 0.
     return (weights / noise.clamp_min(torch.finfo(weights.dtype).tiny)).argmax(-1)
+
+
+def told(tokens: Tensor, scores: Tensor) -> Tensor:
+    """Tokens that were drawn, with NO_TOKEN where the largest score is NaN or infinite: both ``[...]``."""
+    return torch.where(scores.isfinite(), tokens, NO_TOKEN)
