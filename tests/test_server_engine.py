@@ -249,7 +249,7 @@ def test_serve_says_what_to_install_before_a_model_loads(replayssm, nothing_load
         (("--ring-len", "0"), "ring-len is 0"),
         (("--max-context", "1"), "max-context is 1"),
         (("--memory", "0"), "memory is 0"),
-        (("--max-rows", "9000"), "for max-rows = 9000"),
+        (("--max-rows", "0"), "max-rows is 0"),
         (("--speculate", "ngram", "--no-replay"), "speculate and no-replay were both given"),
         (("--dtype", "int4"), "dtype is 'int4'"),
         (("--model", "no-such-folder"), "model 'no-such-folder'"),
