@@ -1,6 +1,7 @@
 """The documents are true: their commands run, the output that they show is what comes, their Python works."""
 
 import doctest
+import json
 import re
 import shlex
 import subprocess
@@ -203,6 +204,17 @@ def test_documented_keys_are_those_of_the_json_objects():
     text = (ROOT / "docs" / "cli.md").read_text()
     for name in [*GenerateResult.model_fields, *Report.model_fields]:
         assert f"`{name}`" in text, name
+
+
+def test_the_readme_says_how_much_faster_the_engine_was():
+    results = json.loads((ROOT / "benchmarks/results/nvidia-h200/e2e.json").read_text())
+    speed = {(row["contender"], row["batch"]): row["tokens_per_s"] for row in results["rows"]}
+    batches = sorted({batch for _, batch in speed})
+    gains = [f"{speed['replay', batch] / speed['no-replay', batch]:.2f}" for batch in batches]
+    over = [round(speed["replay", batch] / speed["transformers", batch]) for batch in batches]
+    text = (ROOT / "README.md").read_text()
+    assert f"decodes {gains[0]} (one row) to {gains[-1]} times ({batches[-1]} rows) as fast with replay" in text
+    assert f"and {min(over)} to {max(over)} times as fast as transformers' `generate`" in text
 
 
 def test_documented_model_types_are_the_supported_ones():
