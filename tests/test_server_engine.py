@@ -250,6 +250,7 @@ def test_serve_says_what_to_install_before_a_model_loads(replayssm, nothing_load
         (("--max-context", "1"), "max-context is 1"),
         (("--memory", "0"), "memory is 0"),
         (("--max-rows", "0"), "max-rows is 0"),
+        (("--max-rows", "99", "--max-step-tokens", "100"), "max-step-tokens is 100: it must be at least 115 for max-r"),
         (("--speculate", "ngram", "--no-replay"), "speculate and no-replay were both given"),
         (("--dtype", "int4"), "dtype is 'int4'"),
         (("--model", "no-such-folder"), "model 'no-such-folder'"),

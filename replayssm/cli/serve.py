@@ -55,6 +55,10 @@ def serve(
     max_rows: Annotated[
         int | None, typer.Option(**INTEGER, help="Samples computed at once. [default: what fits]")
     ] = None,
+    max_step_tokens: Annotated[
+        int | None,
+        typer.Option(**INTEGER, help="Tokens of all samples in a step. [default: 2048, on a GPU up to 8192]"),
+    ] = None,
     speculate: Annotated[str | None, typer.Option(help=f"Draft tokens ahead by {', '.join(SPECULATE)}.")] = None,
     num_draft: Annotated[int, typer.Option(**INTEGER, help="Tokens drafted ahead, at most.")] = 3,
     fixed_draft: Annotated[
@@ -93,6 +97,7 @@ def serve(
         backend=backend,
         max_rows=max_rows,
         max_context=max_context,
+        max_step_tokens=max_step_tokens,
         memory_bytes=memory,
         prefix_cache=not no_prefix_cache,
         replay=not no_replay,

@@ -33,8 +33,8 @@ def _size(text: str) -> int:
 PARAMETERS = {
     name: name.replace("_", "-")
     for name in (
-        "batch_invariant", "fixed_draft", "max_context", "max_rows", "max_tokens", "num_draft", "ring_dtype",
-        "ring_len", "state_dtype", "top_k", "top_p",
+        "batch_invariant", "fixed_draft", "max_context", "max_rows", "max_step_tokens", "max_tokens", "num_draft",
+        "ring_dtype", "ring_len", "state_dtype", "top_k", "top_p",
     )
 } | {"memory_bytes": "memory", "replay=False": "no-replay"}  # fmt: skip
 _NAMED = re.compile(rf"(?<![\w./'-])(?:{'|'.join(PARAMETERS)})(?![\w./'-])")  # and no part of a file's name
