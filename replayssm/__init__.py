@@ -10,14 +10,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from replayssm import ops
-    from replayssm.engine import Engine, EngineOptions, SamplingParams
+    from replayssm.engine import AsyncEngine, Engine, EngineOptions, SamplingParams
     from replayssm.models import ReplayCache, disable, enable
+    from replayssm.options import LoadOptions
     from replayssm.state import LayerSpec, ReplayPool
 
 __all__ = [
+    "AsyncEngine",
     "Engine",
     "EngineOptions",
     "LayerSpec",
+    "LoadOptions",
     "ReplayCache",
     "ReplayPool",
     "SamplingParams",
@@ -28,9 +31,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "AsyncEngine": "replayssm.engine",
     "Engine": "replayssm.engine",
     "EngineOptions": "replayssm.engine",
     "LayerSpec": "replayssm.state",
+    "LoadOptions": "replayssm.options",
     "ReplayCache": "replayssm.models",
     "ReplayPool": "replayssm.state",
     "SamplingParams": "replayssm.engine",

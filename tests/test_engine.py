@@ -245,7 +245,7 @@ def test_what_cannot_be_served_is_refused_before_it_is_queued(prompt, params, me
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((None,), "model is a NoneType: a bundled model's name, a folder, or a model from load_model is wanted"),
+        ((None,), "model is a NoneType: a name, a folder, or a model from replayssm.loading.load_model is wanted"),
         ((torch.nn.Linear(1, 1),), "model is a Linear"),
         ((token_model(), {"max_rows": 1}), "options is a dict: EngineOptions is wanted"),
         ((token_model(), EngineOptions(), {"device": "cpu"}), "load is a dict: LoadOptions is wanted"),

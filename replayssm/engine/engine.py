@@ -461,7 +461,7 @@ class Engine:
 def _check_given(model: Any, options: Any, load: Any) -> None:
     """Refuse other objects than the constructor wants, such as a transformers model or a dict of options."""
     for name, value, kinds, wanted in (
-        ("model", model, (str, Path, LoadedModel), "a bundled model's name, a folder, or a model from load_model"),
+        ("model", model, (str, Path, LoadedModel), "a name, a folder, or a model from replayssm.loading.load_model"),
         ("options", options, (EngineOptions,), "EngineOptions"),
         ("load", load, (LoadOptions, type(None)), "LoadOptions"),
     ):
