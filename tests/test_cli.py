@@ -253,6 +253,7 @@ def expect_one_line(result, *parts):
         (("--model", ""), ("''", NAMES[0])),
         (("--model", "~no-such-user/model"), ("~no-such-user", NAMES[0])),
         (("--model", "long" * 2000), ("neither a folder nor", NAMES[0])),
+        (("--model", "Owner/Model-4B"), ("neither a folder nor", "`hf download Owner/Model-4B --local-dir FOLDER`")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

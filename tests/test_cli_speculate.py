@@ -87,7 +87,7 @@ def test_the_longest_draft_fills_a_window():
         (("--speculate", "draft"), "speculate is 'draft': --draft-model, a model folder or a bundled name, is wanted"),
         (("--speculate", "ngram", "--draft-model", "qwen3_5-tiny"), "draft-model was given without --speculate draft"),
         (("--draft-model", "qwen3_5-tiny"), "draft-model was given without --speculate draft"),
-        (("--speculate", "draft", "--draft-model", "no-such"), "model 'no-such' is neither a folder nor a bundled"),
+        (("--speculate", "draft", "--draft-model", "no-such"), "draft-model 'no-such' is neither a folder nor"),
         (("--speculate", "ngram", "--num-draft", "0"), "num-draft is 0: it must be from 1 to 15"),
         (("--speculate", "ngram", "--num-draft", "16"), "num-draft is 16: it must be from 1 to 15"),
         (("--speculate", "ngram", "--tree", "0"), "tree is 0: it must be from 1 (a chain)"),

@@ -120,7 +120,7 @@ def generate(
     check_prompt(text)
     check_model(model)
     if draft_model is not None:
-        check_model(draft_model)
+        check_model(draft_model, name="draft-model")
 
     if options.replay:
         check_backend(backend, device)

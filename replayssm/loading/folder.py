@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,14 +16,16 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 WHOLE_FOLDER = "a folder with config.json, safetensors and a tokenizer"
 CONFIG_FILE = "a config's .json file"
+PUBLISHED = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # owner and name: what other programs download
 
 
-def check_model(model: str, wanted: str = WHOLE_FOLDER) -> Path:
+def check_model(model: str, wanted: str = WHOLE_FOLDER, *, name: str = "model") -> Path:
     """Find a model by name or folder and check it: files whole, architecture served. Nothing is loaded.
 
     Args:
         model: a bundled model's name, or a folder.
         wanted: what to ask for where it is neither.
+        name: what it is called in messages.
 
     Returns:
         Its folder.
@@ -30,14 +33,14 @@ def check_model(model: str, wanted: str = WHOLE_FOLDER) -> Path:
     Raises:
         InputError: one line that says what was given and what is wanted.
     """
-    folder = find_model(model, wanted)
+    folder = find_model(model, wanted, name=name)
     check_architecture(read_config(folder))
     check_files(folder)
     return folder
 
 
-def find_model(model: str, wanted: str = WHOLE_FOLDER) -> Path:
-    """The folder of a bundled model's name, or the folder itself; `wanted` as for :func:`check_model`.
+def find_model(model: str, wanted: str = WHOLE_FOLDER, *, name: str = "model") -> Path:
+    """The folder of a bundled model's name, or the folder itself; `wanted` and `name` as for :func:`check_model`.
 
     Raises:
         InputError: `model` is neither.
@@ -52,7 +55,9 @@ def find_model(model: str, wanted: str = WHOLE_FOLDER) -> Path:
             return folder
         if model and folder.is_file():
             kind = "a file"
-    raise InputError(f"model {model!r} is {kind}: give {wanted}, or one of {', '.join(names)}")
+    published = kind != "a file" and len(model) < 200 and PUBLISHED.fullmatch(model)
+    hint = f"; a released model of that name comes by `hf download {model} --local-dir FOLDER`" if published else ""
+    raise InputError(f"{name} {model!r} is {kind}: give {wanted}, or one of {', '.join(names)}{hint}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -196,9 +196,7 @@ def check_folder(model_type: str, folder: Path) -> None:
     if model_type not in HEADS:
         raise ValueError(f"a {model_type} model has no MTP head that is known here: wanted one of {', '.join(HEADS)}")
     if not _files_with_mtp(folder):
-        raise ValueError(
-            f"{folder} has no MTP weights: speculation with mtp wants a checkpoint whose safetensors hold tensors mtp.*"
-        )
+        raise ValueError(f"{folder} has no MTP weights: tensors mtp.* in its safetensors are wanted")
 
 
 def read_mtp_tensors(folder: Path) -> dict[str, Tensor]:
