@@ -46,7 +46,7 @@ BAD = [
     ({"logit_bias": {3: 101}}, "logit_bias is 101: it must be from -100 to 100"),
     ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias has 1025 tokens: at most 1024 are taken"),
     ({"json_schema": ""}, "json_schema is '': text of at least one character is wanted"),
-    ({"json_schema": {}}, "json_schema is {}: text of at least one character is wanted"),
+    ({"json_schema": {}}, "json_schema is {}: what json.dumps makes of it is wanted"),
     ({"json_schema": "{}", "regex": "a"}, "json_schema and regex were both given: a request keeps to one of them"),
     ({"regex": "a", "min_tokens": 2}, "min_tokens is 2 beside a json_schema or regex, which says where to end"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos was given beside a json_schema or regex"),

@@ -162,7 +162,8 @@ class SamplingParams:
         for name in ("json_schema", "regex"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
-                raise InputError(f"{name} is {_shown(text)}: text of at least one character is wanted")
+                form = "text of at least one character" if not isinstance(text, dict) else "what json.dumps makes of it"
+                raise InputError(f"{name} is {_shown(text)}: {form} is wanted")
         if self.json_schema is not None and self.regex is not None:
             raise InputError("json_schema and regex were both given: a request keeps to one of them")
         if self.constrained and self.min_tokens:
