@@ -371,6 +371,16 @@ def test_a_message_that_cannot_be_answered_is_told_and_the_next_one_is_answered(
     assert answered.startswith("4 tokens in")
 
 
+def test_a_message_that_begins_with_a_path_is_answered_and_an_unknown_command_explained(replayssm, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/etc/hosts is what?\n/nwe\n"))
+    code, out, err = replayssm("chat", "--max-tokens", "4", "--temperature", "0")
+    assert code == 0
+    assert out.count("\n") == 1
+    answered, explained = err.splitlines()
+    assert answered.startswith("4 tokens in")
+    assert explained.startswith("/new begins a new chat")
+
+
 def test_no_prompt_is_one_line_and_exit_2(replayssm):
     expect_one_line(replayssm("generate"), "--prompt")
     expect_one_line(replayssm("generate", "--prompt", ""), "prompt is empty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 import time
@@ -110,7 +111,7 @@ def _converse(engine: Engine, params: SamplingParams, begun: list[Message]) -> b
         if text == "/new":
             messages = list(begun)
             continue
-        if text.startswith("/"):
+        if re.fullmatch(r"/\w*", text):  # a mistyped command; a path or a comment is a message
             told.print(HELP, style="dim")
             continue
         asked = [*messages, {"role": "user", "content": text}]
