@@ -184,6 +184,12 @@ def test_convolution_is_that_of_single_tokens(dtype, biased, activation, place):
     assert torch.equal(final, state)
 
 
+def test_the_convolution_gives_tensors_laid_out_as_its_fake_says():
+    tensors = torch.randn(5, 6).T, torch.randn(2, 5, 3), torch.randn(5, 4), None, cuts([4, 2])
+    operator = torch.ops.replayssm.causal_conv1d_prefill.default
+    torch.library.opcheck(operator, (*tensors, "silu", "torch"), test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("name", ["gdn-16x16-ratio8", "kda-128x128", "mamba2-64x64-groups4"])
 def test_operators_are_registered_with_fakes(name):
     layer = Layer.named(name)
