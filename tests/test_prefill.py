@@ -274,6 +274,15 @@ def test_flash_linear_attention_gets_what_its_documentation_wants(name, monkeypa
     assert relative_error(final, expected_final) < 1e-6
 
 
+def test_flash_linear_attention_gets_the_same_cuts_for_all_layers_of_a_forward():
+    lengths, device = (0, 3, 8), torch.device("cpu")
+    with torch.device("meta"):  # a default of somebody's
+        made = fla._cuts(lengths, device)
+    assert [tensor.device for tensor in made] == [device, device]
+    assert all(again is tensor for again, tensor in zip(fla._cuts((*lengths,), device), made, strict=True))
+    assert made[1].tolist() == [0, 3, 8]
+
+
 def test_flash_linear_attention_serves_16_bit_activations_on_a_gpu_alone(monkeypatch):
     monkeypatch.setattr(fla, "_is_installed", lambda: True)
     assert not fla.serves(torch.zeros(1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 8))
