@@ -184,6 +184,12 @@ def test_convolution_is_that_of_single_tokens(dtype, biased, activation, place):
     assert torch.equal(final, state)
 
 
+def test_the_convolution_gives_tensors_laid_out_as_its_fake_says():
+    tensors = torch.randn(5, 6).T, torch.randn(2, 5, 3), torch.randn(5, 4), None, cuts([4, 2])
+    operator = torch.ops.replayssm.causal_conv1d_prefill.default
+    torch.library.opcheck(operator, (*tensors, "silu", "torch"), test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("name", ["gdn-16x16-ratio8", "kda-128x128", "mamba2-64x64-groups4"])
 def test_operators_are_registered_with_fakes(name):
     layer = Layer.named(name)
@@ -266,6 +272,15 @@ def test_flash_linear_attention_gets_what_its_documentation_wants(name, monkeypa
     expected, expected_final = layer.prefill(inputs, **given, backend="torch")
     assert relative_error(y, expected) < 4e-3
     assert relative_error(final, expected_final) < 1e-6
+
+
+def test_flash_linear_attention_gets_the_same_cuts_for_all_layers_of_a_forward():
+    lengths, device = (0, 3, 8), torch.device("cpu")
+    with torch.device("meta"):  # a default of somebody's
+        made = fla._cuts(lengths, device)
+    assert [tensor.device for tensor in made] == [device, device]
+    assert all(again is tensor for again, tensor in zip(fla._cuts((*lengths,), device), made, strict=True))
+    assert made[1].tolist() == [0, 3, 8]
 
 
 def test_flash_linear_attention_serves_16_bit_activations_on_a_gpu_alone(monkeypatch):

@@ -293,8 +293,31 @@ def test_messages_of_the_engine_name_its_parameters_as_options():
     commands = typer.main.get_command(app).commands
     shared = {param.name for name in ("serve", "chat") for param in commands[name].params} & of_engine
     assert {name for name in shared if "_" in name} <= PARAMETERS.keys()
-    assert with_option_names("max_context is 1, top_k = 2") == "max-context is 1, top-k = 2"
-    assert with_option_names("/models/max_rows has no num_draft.json") == "/models/max_rows has no num_draft.json"
+    for message, told in (
+        ("max_context is 1, top_k = 2", "max-context is 1, top-k = 2"),
+        (
+            "the prompt has 9 tokens and max_tokens is 1: 'a', it can't",
+            "the prompt has 9 tokens and max-tokens is 1: 'a', it can't",
+        ),
+        ("min_tokens is 3: max_tokens allows 2", "min_tokens is 3: max-tokens allows 2"),
+        ("speculate and replay=False were both given", "speculate and no-replay were both given"),
+        ("speculate and batch_invariant were both given", "speculate and batch-invariant were both given"),
+    ):
+        assert with_option_names(message) == told
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "/models/max_rows has no num_draft.json",
+        "max_rows has no config.json: a transformers model folder needs one",
+        "my max_rows folder has no config.json",
+        "model 'a max_rows is b' is neither a folder nor a bundled model",
+    ],
+)
+def test_what_a_user_named_like_a_parameter_keeps_its_name(message):
+    assert with_option_names(message) == message
+    assert with_option_names(f"the engine can't begin: max_rows is 'x y' beside {message}").endswith(message)
 
 
 def test_chat_answers_each_line_of_its_input(replayssm, monkeypatch):

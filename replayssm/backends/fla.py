@@ -54,7 +54,7 @@ def prefill(layer: Layer, rules: Rules, initial_state: Tensor, cu_seqlens: Tenso
 @lru_cache(maxsize=8)  # for the layers of one forward the same tensors, by which it knows what it has computed of them
 def _cuts(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Int64, on the device and on the host."""
-    on_host = torch.tensor(cu_seqlens)
+    on_host = torch.tensor(cu_seqlens, device="cpu")  # whatever torch's default device is
     return on_host.to(device), on_host
 
 

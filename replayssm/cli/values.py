@@ -37,12 +37,13 @@ PARAMETERS = {
         "ring_dtype", "ring_len", "state_dtype", "top_k", "top_p",
     )
 } | {"memory_bytes": "memory", "replay=False": "no-replay"}  # fmt: skip
-_NAMED = re.compile(rf"(?<![\w./'-])(?:{'|'.join(PARAMETERS)})(?![\w./'-])")  # and no part of a file's name
+#: A text of somebody's, which stays as it is; or a parameter where something is said of it, which is no folder then.
+_NAMED = re.compile(rf"(?<!\w)'[^']*'|(?<![\w./'-])(?:{'|'.join(PARAMETERS)})(?= (?:is|=|allows|were) )")
 
 
 def with_option_names(message: object) -> str:
     """A message of the engine's, which names its parameters as Python does, with the names of their options."""
-    return _NAMED.sub(lambda found: PARAMETERS[found[0]], str(message))
+    return _NAMED.sub(lambda found: PARAMETERS.get(found[0], found[0]), str(message))
 
 
 NAMES = bundled.names()

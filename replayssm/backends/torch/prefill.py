@@ -63,7 +63,7 @@ def causal_conv1d_prefill(
         y += inputs[new - (kept - tap)].float() * weight[:, tap].float()
     if bias is not None:
         y += bias.float()
-    return (silu(y) if activation == "silu" else y).to(x.dtype), inputs[last].transpose(1, 2)
+    return (silu(y) if activation == "silu" else y).to(x.dtype), inputs[last].transpose(1, 2).contiguous()
 
 
 def _delta_rule(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 import triton
@@ -127,6 +126,6 @@ def causal_conv1d_prefill(
 @lru_cache(maxsize=8)  # the layers of one forward have the same
 def _places(cu_seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Int32 on the device: each token's sequence ``[total]``, and where the sequences begin and end ``[S + 1]``."""
-    lengths = torch.tensor([end - start for start, end in pairwise(cu_seqlens)], dtype=torch.long)
-    sequence = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
-    return sequence.to(device), torch.tensor(cu_seqlens, dtype=torch.int32).to(device)
+    cuts = torch.tensor(cu_seqlens, dtype=torch.int32, device="cpu")  # whatever torch's default device is
+    sequence = torch.arange(len(cuts) - 1, dtype=torch.int32, device="cpu").repeat_interleave(cuts.diff())
+    return sequence.to(device), cuts.to(device)
