@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import TimeRemainingColumn
-from rich.table import Table
 
 from replayssm.cli.bench_e2e import MAX_SECONDS, e2e
 from replayssm.cli.lists import names, numbers, texts
-from replayssm.cli.measuring import check_output, measured, said
+from replayssm.cli.measuring import check_output, drawn, measured, said, shown
 from replayssm.errors import InputError
 from replayssm.options import DEVICES, MAX_RING_LEN, STATE_DTYPES
 
@@ -229,18 +227,13 @@ def _print(result: dict[str, Any]) -> None:
     from replayssm.bench import report
 
     meta, rows = result["meta"], result["rows"]
-    console = Console(highlight=False)
-    console.width = max(console.width, 132)
+    console = shown()
     where = meta.get("gpu") or f"CPU ({meta['cpu']}, {meta['threads']} threads)"
     tables = report.tables(rows)
     for table in tables:
         what = "one window of one layer" if table.has_windows else "one step of one layer"
-        drawn = Table(title=f"{what}, {table.title}, {where}", title_justify="left")
-        for name in table.header:
-            drawn.add_column(name.replace("/", "\n"), justify="right")
-        for cells in table.lines():
-            drawn.add_row(*cells)
-        console.print(drawn)
+        header = [name.replace("/", "\n") for name in table.header]
+        console.print(drawn(f"{what}, {table.title}, {where}", header, table.lines()))
     legend = {
         "×": "× says how many times ours a rival's time is",
         "roofline": f"roofline is ours against {meta['read_tbps']} TB/s, the read bandwidth of this run",

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import TimeElapsedColumn
-from rich.table import Table
 
 from replayssm.bench.rows import CONTENDERS, FILLED, LOADS, SHARED_PREFIX
 from replayssm.cli.lists import names, numbers
-from replayssm.cli.measuring import check_output, measured, said
+from replayssm.cli.measuring import check_output, drawn, measured, said, shown
 from replayssm.cli.values import NAMES
 from replayssm.errors import InputError
 from replayssm.loading.folder import CONFIG_FILE, WHOLE_FOLDER, check_model
@@ -193,16 +191,10 @@ def _report(result: dict[str, Any], as_json: bool) -> None:
 def _print(result: dict[str, Any]) -> None:
     from replayssm.bench import e2e_report
 
-    console = Console(highlight=False)
-    console.width = max(console.width, 132)
+    console = shown()
     tables = e2e_report.tables(result["rows"])
     for table in tables:
-        drawn = Table(title=table.title, title_justify="left")
-        for name in table.header:
-            drawn.add_column(name, justify="right")
-        for cells in table.lines():
-            drawn.add_row(*cells)
-        console.print(drawn)
+        console.print(drawn(table.title, table.header, table.lines()))
     if any(name.startswith("×") for table in tables for name in table.header):
         console.print("× says how many times the tokens per second of another a line makes")
 

@@ -1,14 +1,15 @@
-"""What `tune` and the commands under `bench` share: messages on standard error, and a run with a progress bar."""
+"""What `tune` and the commands under `bench` share: messages on standard error, a run with a progress bar, tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Table
 
 from replayssm.errors import InputError, one_line
 from replayssm.folders import check_writable
@@ -19,6 +20,23 @@ Result = dict[str, Any]
 def said() -> Console:
     """Standard error."""
     return Console(stderr=True, highlight=False)
+
+
+def shown() -> Console:
+    """Standard output, with room for a result's tables where it is no terminal."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 132)
+    return console
+
+
+def drawn(title: str, header: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:
+    """A table of numbers."""
+    table = Table(title=title, title_justify="left")
+    for name in header:
+        table.add_column(name, justify="right")
+    for cells in lines:
+        table.add_row(*cells)
+    return table
 
 
 def check_output(output: Path | None) -> None:
